@@ -99,7 +99,7 @@ class Page:
         end = self._text.rfind("\n", self._done, max(self._done, len(self._text) - self._held_back))
         if end < 0:
             return None
-        lines = self._styled(self._done, end)
+        lines = self._styled(end)
         self._settle(end + 1)
         return lines
 
@@ -107,7 +107,7 @@ class Page:
         """The rest of the text, wrapped as a terminal of this width would."""
         return [
             row
-            for line in self._styled(self._done, len(self._text)).split("\n", allow_blank=True)
+            for line in self._styled(len(self._text)).split("\n", allow_blank=True)
             for row in _folded(line, width)
         ]
 
@@ -117,7 +117,7 @@ class Page:
             return None  # the rows are unknown; such a rest is short
         pieces = chop_cells(self._text[self._done :].translate(_VISIBLE), width)
         end = self._done + sum(map(len, pieces[:count]))
-        line = self._styled(self._done, end)
+        line = self._styled(end)
         self._settle(end)
         return line
 
@@ -126,7 +126,7 @@ class Page:
         if self._colours.parsed is not None:
             self._colours.parsed.finish()
             self._text = self._prompt + self._colours.parsed.text
-        rest = self._styled(self._done, len(self._text)) if self._done < len(self._text) else None
+        rest = self._styled(len(self._text)) if self._done < len(self._text) else None
         self._settle(len(self._text))
         return rest
 
@@ -134,7 +134,9 @@ class Page:
         self._done = end
         self._colours.forget(end - len(self._prompt))
 
-    def _styled(self, start: int, end: int) -> Text:
+    def _styled(self, end: int) -> Text:
+        """The text up to `end` that is not settled."""
+        start = self._done
         text = Text(self._text[start:end].translate(_VISIBLE), tab_size=_TAB)
         offset = len(self._prompt)
         if start < offset:

@@ -76,7 +76,8 @@ def resolve_checkpoint(
                 "GGUF file, or a repository with its owner (owner/name-GGUF:Q4_K_M)"
             )
         return fetch_model(*tagged, revision)
-    return _download(name, revision, pickled)
+    wanted = [*_HUB_PATTERNS, *(_HUB_PICKLED if pickled else ())]
+    return download(name, revision, wanted, _HUB_IGNORED)
 
 
 def local_path(name: str) -> Path | None:
@@ -290,11 +291,6 @@ def _why_no_config(folder: Path) -> str:
         f"{folder} has no config.json; give the directory of a Hugging Face checkpoint, or for a "
         "GGUF file of the hub its tag after the name (owner/name:Q4_K_M)"
     )
-
-
-def _download(name: str, revision: str | None, pickled: bool) -> Path:
-    wanted = [*_HUB_PATTERNS, *(_HUB_PICKLED if pickled else ())]
-    return download(name, revision, wanted, _HUB_IGNORED)
 
 
 def _sharded_entries(directory: Path, index_file: Path) -> dict[str, TensorEntry]:

@@ -1,7 +1,8 @@
 """Sources of parameters: a checkpoint's files, or random numbers for benchmarks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -54,6 +55,15 @@ class CheckpointSource:
         self._share = share
         self._progress, self._read = progress, read or read_into
         self._unused = set(checkpoint.entries)
+
+    @cached_property
+    def _by_module(self) -> Mapping[str, dict[str, TensorEntry]]:
+        """The tensors of each module by the endings of their names."""
+        found: dict[str, dict[str, TensorEntry]] = {}
+        for name, entry in self._checkpoint.entries.items():
+            module, _, ending = name.rpartition(".")
+            found.setdefault(module, {})[ending] = entry
+        return found
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
         return self._fill(parts, (columns,))

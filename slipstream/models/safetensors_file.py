@@ -151,8 +151,8 @@ def require_finite(entry: TensorEntry, values: Tensor) -> None:
             "another checkpoint"
         )
     raise CheckpointError(
-        f"{where} holds NaN, infinity, or numbers too large for {_name(values.dtype)}; load it as "
-        f"{_name(entry.dtype)}, or use another checkpoint"
+        f"{where} holds NaN, infinity, or numbers too large for {dtype_name(values.dtype)}; "
+        f"load it as {dtype_name(entry.dtype)}, or use another checkpoint"
     )
 
 
@@ -312,16 +312,18 @@ def check_fits(entry: TensorEntry, destination: Tensor, raw: bool = False) -> No
         )
     if raw and destination.dtype != entry.dtype:
         raise CheckpointError(
-            f"{where} is stored as {_name(entry.dtype)}, but {_name(destination.dtype)} is expected"
+            f"{where} is stored as {dtype_name(entry.dtype)}, but "
+            f"{dtype_name(destination.dtype)} is expected"
         )
     if not raw and entry.dtype not in WEIGHT_DTYPES:
         raise CheckpointError(
-            f"{where} is stored as {_name(entry.dtype)}; weights must be bfloat16, float16 or "
+            f"{where} is stored as {dtype_name(entry.dtype)}; weights must be bfloat16, float16 or "
             f"float32, unless its config.json has a quantization_config that says otherwise"
         )
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 

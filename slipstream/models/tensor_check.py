@@ -99,10 +99,6 @@ class _Headers(CheckpointSource):
         self._quantised: set[str] = set()  # modules
         self._missing: dict[str, None] = {}  # in their order
         self._first_error: CheckpointError | None = None  # about the first of them
-        self._by_module: dict[str, dict[str, TensorEntry]] = {}
-        for name, entry in checkpoint.entries.items():
-            module, _, ending = name.rpartition(".")
-            self._by_module.setdefault(module, {})[ending] = entry
         self._nowhere = StackAllocator(1, NOWHERE)
         # What modules with equal forms, sizes and tensors read: few differ.
         self._read_by: dict[object, list[str]] = {}

@@ -11,7 +11,7 @@ from slipstream.models.gguf.blocks import F32
 from slipstream.models.gguf.container import Container, GgufTensor
 from slipstream.models.gguf.families import FAMILIES, Config, Family, stored_types
 from slipstream.models.gguf.tokenizer import end_ids, token_id
-from slipstream.models.safetensors_file import read_into
+from slipstream.models.safetensors_file import dtype_name, read_into
 
 QUANTIZATION_METHOD: Final = "gguf"
 _ROPE_FREQS = "rope_freqs.weight"
@@ -192,7 +192,7 @@ def _dtype(tensors: Sequence[GgufTensor] | Any) -> str:
             dtype = tensor.kind.floats or torch.bfloat16
             sizes[dtype] = sizes.get(dtype, 0) + tensor.nbytes
     largest = max(sizes, key=lambda dtype: sizes[dtype], default=torch.bfloat16)
-    return str(largest).removeprefix("torch.")
+    return dtype_name(largest)
 
 
 def sampling_defaults(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def read_settings(reader: ConfigReader) -> ModelOpt:
     name = reader.take("quant_algo", str).upper()
     if name == _MIXED:
         return ModelOpt(None, _read_layers(reader), unquantised)
-    whole = _algorithm(reader, "quant_algo", name)
+    whole = _algorithm(reader, name)
     _require_group(reader, whole)
     for group in reader.each(_GROUPS):
         weights = group.nested("weights")
@@ -132,7 +132,7 @@ def _read_layers(reader: ConfigReader) -> dict[str, StoredForm]:
     for name in named:
         own = table.nested(name)
         algorithm = own.take("quant_algo", str).upper()
-        found = _algorithm(own, "quant_algo", algorithm)
+        found = _algorithm(own, algorithm)
         _require_group(own, found)
         layers[bare(name)], algorithms[bare(name)] = found, algorithm
     if not layers:
@@ -145,11 +145,11 @@ def _read_layers(reader: ConfigReader) -> dict[str, StoredForm]:
     return layers
 
 
-def _algorithm(reader: ConfigReader, key: str, name: str) -> StoredForm:
+def _algorithm(reader: ConfigReader, name: str) -> StoredForm:
     found = _ALGORITHMS.get(name)
     if found is None:
         raise reader.error(
-            key,
+            "quant_algo",
             f"is {name}, which is not supported; use a checkpoint in {', '.join(_ALGORITHMS)} or "
             "in none of them",
         )

@@ -13,7 +13,7 @@ from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix
 from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.models.quantized.module_lists import NO_MODULES, ModuleList
-from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, read_into
+from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, dtype_name, read_into
 
 INDICES = (torch.int32, torch.int64)
 Tensors = dict[str, Tensor]  # of one matrix
@@ -137,9 +137,9 @@ class StoredModule:
             )
         if entry.shape not in shapes or entry.dtype not in dtypes:
             raise self.error(
-                f"holds {entry.name} as {list(entry.shape)} of {_word(entry.dtype)}, where its "
-                f"config.json asks for {' or '.join(str(list(shape)) for shape in shapes)} of "
-                f"{' or '.join(_word(dtype) for dtype in dtypes)}"
+                f"holds {entry.name} as {list(entry.shape)} of {dtype_name(entry.dtype)}, where "
+                f"its config.json asks for {' or '.join(str(list(shape)) for shape in shapes)} of "
+                f"{' or '.join(dtype_name(dtype) for dtype in dtypes)}"
             )
         return entry
 
@@ -376,7 +376,3 @@ def row_scale_shapes(rows: int) -> tuple[tuple[int, ...], ...]:
 def row_scales(scales: Tensor, rows: int) -> Tensor:
     """Scales [rows] from one of `row_scale_shapes`."""
     return scales.flatten().expand(rows).contiguous()
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -57,10 +57,6 @@ class QuantizedSource(CheckpointSource):
         super().__init__(checkpoint, dtype, device, progress, share=share)
         self._stored, self._kept, self._whole_dtype = stored, kept, whole_dtype
         self._modules: set[str] = set()  # modules whose quantised matrix has been read
-        self._by_module: dict[str, dict[str, TensorEntry]] = {}
-        for name, entry in checkpoint.entries.items():
-            module, _, ending = name.rpartition(".")
-            self._by_module.setdefault(module, {})[ending] = entry
 
     def floats(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
         """[sum of rows, columns], dequantised if necessary."""
