@@ -69,10 +69,7 @@ def group_of(name: str) -> str:
 def profile(llm: "LLM", workload: Workload, steps: int, trace: Path) -> Profile:
     """Profile some steps of the workload and write their trace.
 
-    Run this apart from measurements: the profiler slows steps down.
-
-    Args:
-        trace: a file that ends in .json.gz.
+    Run this apart from measurements: the profiler slows steps down. `trace` ends in .json.gz.
     """
     import torch
     from torch.profiler import ProfilerActivity

@@ -39,11 +39,7 @@ class RequestForm:
         return PATHS[self._endpoint(prompt)]
 
     def body(self, prompt: BenchPrompt) -> bytes:
-        """The request's body in UTF-8 JSON.
-
-        Raises:
-            UsageError: the endpoint does not accept such a prompt.
-        """
+        """The request's body in UTF-8 JSON; UsageError if the endpoint takes no such prompt."""
         document: dict[str, Any] = {
             "model": self.model,
             **self._question(prompt),
@@ -84,11 +80,8 @@ class EventParser:
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[str]:
-        """Yield the data of the events that these bytes complete.
-
-        Raises:
-            BrokenStreamError: an event is not UTF-8 or is too long.
-        """
+        """Yield the data of the events that these bytes complete; BrokenStreamError for an event
+        that is not UTF-8 or is too long."""
         # An event ends with an empty line; lines end as the standard lets them.
         text = self._rest + data
         if b"\r" in text:

@@ -69,11 +69,7 @@ def write_texts(entries: Iterable[Mapping[str, Any]], file: Path) -> None:
 
 
 def read_texts(file: Path) -> dict[str, str]:
-    """Read the texts of a file of `write_texts`, by id.
-
-    Raises:
-        UsageError: it is not such a file.
-    """
+    """Read the texts of a file of `write_texts`, by id; UsageError if it is no such file."""
     try:
         entries = json.loads(file.read_text(encoding="utf-8", errors="surrogatepass"))
         return {str(entry["id"]): str(entry["text"]) for entry in entries}

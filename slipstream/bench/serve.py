@@ -79,11 +79,7 @@ async def read_counters(client: Client) -> SpeculationCounts | None:
 
 
 async def switch_profiler(client: Client, on: bool) -> None:
-    """Start or stop the server's own profiler.
-
-    Raises:
-        UsageError: it has none.
-    """
+    """Start or stop the server's own profiler; UsageError if it has none."""
     path = "/start_profile" if on else "/stop_profile"
     try:
         status = await client.post(path)

@@ -152,11 +152,8 @@ class _Kept:
 
 
 def _repositories(folder: str | None) -> list[Any]:
-    """The repositories of models in the hub's cache; none without a cache or a hub client.
-
-    Raises:
-        CheckpointError: `folder` was given and is not a hub cache.
-    """
+    """The repositories of models in the hub's cache; none without a cache or a hub client, and
+    CheckpointError if `folder` was given and is no cache."""
     try:
         from huggingface_hub import CacheNotFound, scan_cache_dir
     except ImportError:

@@ -76,11 +76,8 @@ def plan_of(serving: ServingFlags, replicas: ReplicaOptions) -> DeploymentPlan:
 
 
 def application(args: Mapping[str, Sequence[str]]) -> Any:
-    """The application of a command line, as Ray Serve builds it on a cluster.
-
-    Args:
-        args: `arguments` of `slipstream deploy`.
-    """
+    """The application of the `arguments` of `slipstream deploy`, as Ray Serve builds it on a
+    cluster."""
     from slipstream.deploy.application import build
 
     plan = parsed(_plan, args["arguments"])
@@ -145,11 +142,8 @@ def _missing(error: ModuleNotFoundError) -> MissingPackagesError:
 
 
 def run_locally(plan: DeploymentPlan, reread: Callable[[], DeploymentPlan]) -> int:
-    """Serve with replicas on this machine until a signal; returns the exit code.
-
-    Args:
-        reread: reads the plan again when the replicas are to be replaced.
-    """
+    """Serve with replicas on this machine until a signal; returns the exit code. `reread` gives the
+    plan of the replicas that are to replace them."""
     try:
         from slipstream.deploy.local import serve_locally
     except ModuleNotFoundError as error:

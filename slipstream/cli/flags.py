@@ -144,11 +144,7 @@ class _Group:
                     yield _parameter(self._name(it, found), it, found, panel, default)
 
     def take(self, values: Mapping[str, Any]) -> Any:
-        """Make the dataclass from the values of all options.
-
-        Raises:
-            UsageError: a value that its field does not admit.
-        """
+        """Make the dataclass from the values of all options; UsageError for a wrong one."""
         made = {name: it for name, it in self._defaults.items() if it is not MISSING} | self._fixed
         made |= {name: inner.take(values) for name, inner in self._inner.items()}
         for it in fields(self._config):
@@ -283,11 +279,8 @@ class VllmCommand(GroupedHelp):
 
 
 def parsed(command: Callable[..., T], arguments: Sequence[str]) -> T:
-    """Call a function with the arguments of a command line, which may have vLLM's flags.
-
-    Raises:
-        UsageError: they are not valid.
-    """
+    """Call a function with the arguments of a command line, which may have vLLM's flags; UsageError
+    if they are not valid."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     add_commands(app, command, kind=VllmCommand)
     return cast(T, app([*arguments], standalone_mode=False, obj=DebugState()))

@@ -55,11 +55,7 @@ class StructuredFlags:
     grammar: str | None = flag(None, "Text that a Lark grammar describes.", metavar="<file>")
 
     def output(self) -> StructuredOutput | None:
-        """The requested output; None if no flag is given.
-
-        Raises:
-            UsageError: several are given, or a file that cannot be read.
-        """
+        """The requested output, if any; UsageError for several, or a file that cannot be read."""
         flags = given_flags(self)
         if not flags:
             return None

@@ -153,11 +153,7 @@ def _refuse_synthetic(config: EngineConfig, allowed: bool) -> None:
 def announce(
     options: ServerOptions, sock: socket.socket, seconds: float, chats: bool = False
 ) -> None:
-    """Print the address and an example request.
-
-    Args:
-        chats: the model is known to have a chat template.
-    """
+    """Print the address and an example: a chat, if the model is known to have a chat template."""
     host, url, through = "", "http://localhost", ""
     if options.uds is None:
         host, port = sock.getsockname()[:2]

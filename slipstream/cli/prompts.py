@@ -57,11 +57,8 @@ _STDIN = "-"
 
 
 def gather_prompts(texts: Sequence[str], files: Sequence[str], model: str) -> list[str]:
-    """The given prompts; else the piped one; else, for the demo, a held-out one.
-
-    Raises:
-        UsageError: nothing was given, or it cannot be read.
-    """
+    """The given prompts; else the piped one; else, for the demo, a held-out one. UsageError if
+    there is none, or it cannot be read."""
     # Arguments are UTF-8, whatever the locale is.
     given = [decode(os.fsencode(text), "--prompt") for text in texts]
     prompts = [*given, *map(read_prompt, files)]
@@ -89,11 +86,8 @@ def read_prompt(file: str) -> str:
 
 
 def decode(data: bytes, name: str, start: int = 0) -> str:
-    """Decode UTF-8 strictly, without the byte order mark that some editors write in front.
-
-    Args:
-        start: the offset of the data within the file `name`.
-    """
+    """Decode UTF-8 strictly, without the byte order mark that some editors write in front. The data
+    begin at byte `start` of the file `name`."""
     text = data.removeprefix(BOM_UTF8)
     try:
         return text.decode("utf-8")

@@ -124,11 +124,8 @@ class CommonKeys:
 def read_common(
     reader: ConfigReader, architecture: str, defaults: Defaults, rope: RopeConfig | None = None
 ) -> CommonKeys:
-    """Read the keys that all architectures share; each architecture reads its own keys.
-
-    Args:
-        rope: the RoPE config, if the caller has read it.
-    """
+    """Read the keys that all architectures share, except those of a given `rope`; each architecture
+    reads its own keys."""
     reader.expect("hidden_act", defaults.hidden_act)
     reader.expect("is_encoder_decoder", False)
     hidden_size = reader.take("hidden_size", int)
@@ -189,11 +186,8 @@ def with_post_norms(common: CommonKeys) -> CommonKeys:
 def read_biases(
     reader: ConfigReader, common: CommonKeys, default: bool = False, of_mlp: bool = False
 ) -> CommonKeys:
-    """Read the key that turns on the biases of all attention projections.
-
-    Args:
-        of_mlp: also read the key that turns on the biases of the MLP; otherwise it must be off.
-    """
+    """Read the key that turns on the biases of all attention projections; with `of_mlp` also the
+    MLP's, which otherwise must be off."""
     bias, mlp_bias = reader.take("attention_bias", bool, default), False
     if of_mlp:
         mlp_bias = reader.take("mlp_bias", bool, False)

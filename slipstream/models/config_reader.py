@@ -143,11 +143,8 @@ class ConfigReader:
         return self._config.get(key)
 
     def expect(self, key: str, value: object, default: object = REQUIRED) -> None:
-        """Raise CheckpointError unless `key` has the only supported value.
-
-        Args:
-            default: meaning of a missing or null key; by default the supported value.
-        """
+        """Raise CheckpointError unless `key` has the only supported value, which a missing or null
+        key stands for if there is no `default`."""
         self._keys_read.add(key)
         found = self._config.get(key)
         if found is None:

@@ -94,11 +94,8 @@ class Decoder:
         self.pool.assist(self._ops, num_rows)
 
     def save_states(self, waiting: WaitingRows, caches: Sequence[LayerCache]) -> None:
-        """Write checkpoints of recurrent states that include rows which wait.
-
-        Args:
-            caches: one for each layer with a mixer.
-        """
+        """Write checkpoints of recurrent states that include rows which wait; one cache for each
+        layer with a mixer."""
         mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
         for mixer, cache in zip(mixers, caches, strict=True):
             if isinstance(mixer, DeltaNet):

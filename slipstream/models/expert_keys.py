@@ -93,11 +93,8 @@ def read_latent_attention(reader: ConfigReader, common: CommonKeys) -> LatentAtt
 def latent_decoder(
     reader: ConfigReader, common: CommonKeys, experts: ExpertsSpec, num_dense: int
 ) -> DecoderConfig:
-    """A decoder with latent attention whose first layers are dense.
-
-    Args:
-        num_dense: number of dense layers if the config has no key for it.
-    """
+    """A decoder with latent attention whose first layers are dense: `num_dense` if the config does
+    not say how many."""
     dense = _read_dense_layers(reader, common.num_layers, num_dense)
     attention = read_latent_attention(reader, common)
     return common.with_mixers(

@@ -52,11 +52,8 @@ def hub_settings(access: HubAccess) -> Iterator[None]:
 def download(
     name: str, revision: str | None, wanted: Sequence[str], ignored: Sequence[str] = ()
 ) -> Path:
-    """Download the files of a repository that match a pattern, if needed; returns their folder.
-
-    Raises:
-        CheckpointError: the download failed.
-    """
+    """Download the files of a repository that match a pattern, if needed; returns their folder, or
+    raises CheckpointError."""
 
     def fetch() -> str:
         from huggingface_hub import snapshot_download

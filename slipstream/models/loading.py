@@ -342,11 +342,7 @@ _OTHER_DTYPES = {
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The torch dtype of this name, short forms like "bf16" included.
-
-    Raises:
-        UsageError: the name is unknown.
-    """
+    """The torch dtype of this name, short forms like "bf16" included; UsageError for others."""
     dtype = DTYPES.get(_OTHER_DTYPES.get(name, name))
     if dtype is None:
         raise UsageError(f"dtype must be one of auto, {', '.join(DTYPES)}, not {name!r}")

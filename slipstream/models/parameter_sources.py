@@ -73,11 +73,8 @@ class CheckpointSource:
         return vector.add_(parts[0].offset) if parts[0].offset else vector
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
-        """Refuse a checkpoint with tensors that were not read, since the model would differ.
-
-        Args:
-            ignored: tensors that need not be read, such as a tied head.
-        """
+        """Refuse a checkpoint with tensors that were not read, since the model would differ, unless
+        they are `ignored`, such as a tied head."""
         surplus = sorted(
             self._checkpoint.entries[name].name
             for name in self._unused

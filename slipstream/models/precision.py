@@ -172,11 +172,7 @@ def _order(parts: Sequence[Part], held: int) -> Tensor | None:
 
 
 def in_precision(tensors: TensorSource, quantization: str | None, ops: Ops) -> ParameterSource:
-    """Make parameters for a backend from these tensors.
-
-    Args:
-        quantization: a key of `PRECISIONS`; None: nothing is quantised.
-    """
+    """Make parameters for a backend; `quantization` is a key of `PRECISIONS`, or None for none."""
     return PreparedSource(tensors, PRECISIONS[quantization] if quantization else None, ops)
 
 

@@ -70,11 +70,7 @@ class Tokenizer:
         self.special_token_ids = frozenset(id for id, token in added.items() if token.special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text.
-
-        Args:
-            add_special_tokens: add the tokens of the post-processor, such as a first token.
-        """
+        """Token ids of a text, by default with those of the post-processor, such as a first one."""
         _require_unicode(text)
         if len(text) < _LONG_TEXT:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids

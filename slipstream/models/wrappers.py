@@ -52,12 +52,8 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def text_names(names: Iterable[str], wrapped: bool = False) -> dict[str, str]:
-    """Map the stored names of the language model's tensors to canonical names; if no tensor has a
-    multimodal prefix, all names are unchanged.
-
-    Args:
-        wrapped: whether they are of a multimodal model even then.
-    """
+    """Map the stored names of the language model's tensors to canonical names. If no tensor has a
+    multimodal prefix, and the model is not `wrapped` all the same, all names are unchanged."""
     names = list(names)
     if not wrapped and not any(name.startswith(tuple(_PREFIXES)) for name in names):
         return {name: name for name in names}

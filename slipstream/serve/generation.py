@@ -20,7 +20,6 @@ class Generation:
     """Runs the prompts of one HTTP request and counts tokens for its usage.
 
     Args:
-        return_speculation: whether the usage reports speculative decoding.
         counts_output: whether output tokens count; False if the one token that the engine always
             generates is not used.
     """

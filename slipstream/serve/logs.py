@@ -154,11 +154,8 @@ class _AddRequestId(logging.Filter):
 
 
 def set_up_logs(options: LogOptions) -> None:
-    """Write the logs of the server and of uvicorn to standard error.
-
-    Raises:
-        UsageError: `log_config_file` cannot be applied.
-    """
+    """Write the logs of the server and of uvicorn to standard error; raises UsageError for a
+    `log_config_file` that cannot be applied."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if options.log_json else PlainFormatter())
     handler.addFilter(_AddRequestId())

@@ -286,9 +286,7 @@ class ModelService:
         The engine would end such an output early, without an explanation to the client.
 
         Args:
-            max_tokens: maximum number of output tokens; None if not given.
-            field_name: the field that `max_tokens` is from, for the error.
-            prompt_field: the field that the prompts are from, for the error.
+            field_name, prompt_field: the fields of `max_tokens` and of the prompts, for errors.
         """
         for prompt in prompts:
             num_tokens, most = len(prompt.token_ids), self.max_model_len

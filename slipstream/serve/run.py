@@ -69,8 +69,6 @@ def start_server(
     503. The second signal aborts running requests.
 
     Args:
-        config: the configuration that the engine was built from.
-        sock: the socket to listen on.
         pages: routes besides those of the protocol, such as the playground's.
         ready: called when adapters are loaded and options have been checked against the model.
     """

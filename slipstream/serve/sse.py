@@ -98,11 +98,7 @@ class EventStream(Response):
 
 
 async def cancel_on_disconnect(receive: Receive, work: Awaitable[Result]) -> Result:
-    """Await the work and return its result; cancel it if the client disconnects.
-
-    Raises:
-        ClientDisconnectedError: the client disconnected before the work was done.
-    """
+    """Await the work; cancel it, and raise ClientDisconnectedError, if the client disconnects."""
     working = asyncio.ensure_future(work)
     disconnecting = asyncio.ensure_future(_disconnect(receive))
     try:

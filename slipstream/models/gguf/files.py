@@ -77,11 +77,8 @@ def models_among(files: list[Path], tag: str | None = None) -> list[Path]:
 
 
 def model_in(folder: Path, tag: str | None = None) -> Path | None:
-    """The one GGUF model in a directory; None if there is none, or a checkpoint of another kind.
-
-    Raises:
-        CheckpointError: there is more than one.
-    """
+    """The one GGUF model in a directory; None if there is none, or a checkpoint of another kind;
+    CheckpointError if there are several."""
     if tag is None and any(folder.glob("*.safetensors")):
         return None
     found = models_among([*folder.glob("*"), *folder.glob("*/*")], tag)

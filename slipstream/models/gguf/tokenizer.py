@@ -207,11 +207,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(path: Path) -> "tokenizers.Tokenizer":
-    """The tokenizer of a GGUF file.
-
-    Raises:
-        CheckpointError: there is none, or its kind is not supported.
-    """
+    """The tokenizer of a GGUF file; CheckpointError if there is none, or of an unknown kind."""
     container = read_container(path)
     kind = take(container, "model", str, "none")
     if kind not in _KINDS:

@@ -36,11 +36,7 @@ _FOR_HEADS = (
 
 
 def refuse_quantized(config: Mapping[str, Any], file: str | Path, why: str = _FOR_HEADS) -> None:
-    """Raise CheckpointError if a config.json has a quantization_config.
-
-    Args:
-        why: reason and advice, for the message.
-    """
+    """Raise CheckpointError, with reason and advice, if a config.json has a quantization_config."""
     for key in QUANTIZATION_KEYS:
         settings = config.get(key)
         if settings:

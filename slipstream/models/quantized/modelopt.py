@@ -107,11 +107,7 @@ def read_settings(reader: ConfigReader) -> ModelOpt:
 
 
 def _require_bits(weights: ConfigReader, found: StoredForm, source: str) -> None:
-    """Raise CheckpointError if a group's settings contradict the algorithm.
-
-    Args:
-        source: where the algorithm is given, in words.
-    """
+    """Raise CheckpointError if a group's settings contradict the algorithm that `source` gives."""
     for key, value in (("num_bits", found.bits), ("type", "float")):
         given = weights.take_any(key)
         if isinstance(given, list):  # bits of exponent and mantissa

@@ -108,11 +108,7 @@ class StoredModule:
         self, ending: str, dtypes: Collection[torch.dtype], shape: tuple[int, ...], turns: int
     ) -> Tensor:
         """Read a tensor [E, turns * R, ...] that interleaves the rows of `turns` matrices, and
-        stack these matrices for each of E, [E * turns * R, ...].
-
-        Raises:
-            CheckpointError: as `take`.
-        """
+        stack these matrices for each of E, [E * turns * R, ...]; errors as `take`."""
         if turns == 1:
             return self.take(ending, dtypes, shape).flatten(0, 1)
         entry = self._entry(ending, dtypes, (shape,))
@@ -150,11 +146,8 @@ class StoredModule:
         return self.take(ending, dtypes, *shapes).float()
 
     def groups(self, ending: str, found: Tensors, num_groups: int) -> Tensor:
-        """[columns] int64, the group of each column, of the tensor with this ending.
-
-        Raises:
-            CheckpointError: a group is out of range.
-        """
+        """[columns] int64, the group of each column, of the tensor with this ending. Raises
+        CheckpointError for a group out of range."""
         group_of = found[ending].long()
         if bool((group_of < 0).any()) or bool((group_of >= num_groups).any()):
             raise self.error(f"holds {self.full_name(ending)} beyond its {num_groups} groups")
@@ -223,11 +216,8 @@ class StoredForm(ABC):
 
     @abstractmethod
     def tensors(self, module: StoredModule, rows: int, columns: int) -> Tensors:
-        """Take the tensors of the matrix [rows, columns].
-
-        Raises:
-            CheckpointError: one is missing, or has another dtype or shape.
-        """
+        """Take the tensors of the matrix [rows, columns]; CheckpointError if one is missing, or has
+        another dtype or shape."""
 
     @abstractmethod
     def matrix(self, module: StoredModule, found: Tensors, rows: int, columns: int) -> Weight:

@@ -301,11 +301,8 @@ def stored_bytes(
 def stored_unit(
     entries: Mapping[str, TensorEntry], stored: StoredQuantization, part: Part, columns: int
 ) -> int:
-    """Number of adjacent columns of a part's matrix that must stay on one rank.
-
-    Args:
-        entries: tensors of the checkpoint; empty for random weights.
-    """
+    """Number of adjacent columns of a part's matrix that must stay on one rank. The `entries` of
+    random weights are empty."""
     names = [part.name] if part.fused is None else [part.name, part.fused.name]
     found = (entries.get(name) for name in names)
     if any(entry is not None and entry.dtype in WEIGHT_DTYPES for entry in found):

@@ -32,7 +32,6 @@ def choose_output_format(
 
     Args:
         reasoning_parser: a name, `OFF`, or None for what tokenizer and template show.
-        tool_call_parser: a name, or None.
         ends: end tokens of the model.
 
     Raises:

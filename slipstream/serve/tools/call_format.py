@@ -14,7 +14,10 @@ Schemas = Mapping[str, Mapping[str, Any]]  # schemas of the arguments, by functi
 
 
 class CallFormat(Protocol):
-    """How a family of models writes tool calls."""
+    """How a family of models writes tool calls.
+
+    Making a grammar raises UsageError for a schema that says what the format cannot express.
+    """
 
     @property
     def name(self) -> str: ...
@@ -23,18 +26,10 @@ class CallFormat(Protocol):
         """Make a new id."""
 
     def only_calls(self, functions: Schemas, tokenizer: Tokenizer, several: bool) -> str:
-        """A Lark grammar (for llguidance) for only calls of these functions.
-
-        Raises:
-            UsageError: a schema says what the format cannot express.
-        """
+        """A Lark grammar (for llguidance) for only calls of these functions."""
 
     def calls_in_text(self, functions: Schemas, tokenizer: Tokenizer) -> str:
-        """A Lark grammar for any text whose calls are all of these functions.
-
-        Raises:
-            UsageError: a schema says what the format cannot express.
-        """
+        """A Lark grammar for any text whose calls are all of these functions."""
 
 
 def long_id() -> str:
