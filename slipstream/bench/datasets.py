@@ -40,11 +40,8 @@ class Row:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Read all entries of a `.jsonl`, `.json` (both also with `.gz`) or `.parquet` file.
-
-    Raises:
-        UsageError: the file cannot be read, is of another kind, or holds no entries.
-    """
+    """Read all entries of a `.jsonl`, `.json` (both also with `.gz`) or `.parquet` file; UsageError
+    if there are none, or it cannot be read."""
     if file.suffix == ".parquet":
         rows = list(_parquet(file))
     else:

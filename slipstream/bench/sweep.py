@@ -45,13 +45,10 @@ class CellResult(Cell):
     Attributes:
         acceptance_length: 1 + accepted draft tokens per draft.
         per_position: for each position i, the share of drafts whose i-th token was accepted.
-        without_drafts: share of steps without a draft.
         steps_by_draft_tokens: how many steps of requests had 0, 1, ... draft tokens.
         estimated_speedup: over plain decoding, by the engine; None where it drafts nothing.
-        refused_drafting_seconds: time spent drafting tokens that were refused.
         tokens_per_second: output tokens over the wall time of the whole workload.
         iteration_ms: mean time of a step, prompt chunks included.
-        median_iteration_ms: median time of a step.
         tpot_ms: mean over the requests of the time per output token after the first.
         shares: shares of the steps' time by part.
         times_plain: tokens per second relative to plain decoding at this batch size.

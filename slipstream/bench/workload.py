@@ -76,7 +76,6 @@ class OfflineRun:
         latest: the last snapshot of each request, by its number.
         iterations: seconds of each step, prompt chunks included.
         parts: seconds by PARTS.
-        stopped: whether it was interrupted.
         adaptive: whether the engine chose in each step how much to draft (K auto).
     """
 

@@ -125,10 +125,7 @@ class Conversation:
 
     def ask(self, text: str, view: View) -> Status:
         """Stream the answer to a view; after Ctrl-C the conversation keeps the part that was shown.
-
-        Raises:
-            UsageError: the conversation no longer fits the model; this message is dropped.
-        """
+        UsageError if it no longer fits the model: this message is dropped."""
         content: str | list[dict[str, Any]] = text
         if self._image is not None and not any(it["role"] == "user" for it in self.messages):
             content = [

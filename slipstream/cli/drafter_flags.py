@@ -70,11 +70,8 @@ class DrafterFlags:
         return replace(engine, speculative_config=self.config(engine.model))
 
     def config(self, model: str) -> dict[str, Any] | None:
-        """The engine's `speculative_config`; None is plain decoding.
-
-        Raises:
-            UsageError: flags that contradict each other, or JSON that is no object.
-        """
+        """The engine's `speculative_config`; None is plain decoding; UsageError for flags that
+        contradict each other."""
         self._check()
         drafts_itself = _may_wrap_target(model)
         if self.no_speculation:

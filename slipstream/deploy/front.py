@@ -38,15 +38,11 @@ _GATHERING_SECONDS = 10.0
 
 
 class NoReplicaError(RequestError):
-    """No replica is running."""
-
     status, code = HTTPStatus.SERVICE_UNAVAILABLE, "unavailable"
     message = "no replica is ready; try again in a while"
 
 
 class ReplicaLostError(RequestError):
-    """The replicas died while they answered a request."""
-
     status, code = HTTPStatus.SERVICE_UNAVAILABLE, "replica_lost"
     message = "the replica that was answering has died; send the request again"
 

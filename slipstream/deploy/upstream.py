@@ -121,10 +121,7 @@ class Upstream:
         self, method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes
     ) -> UpstreamResponse:
         """Send a request; returns the answer when its head is complete. Return it with `done`.
-
-        Raises:
-            UpstreamError: the server cannot be reached, or closed the connection.
-        """
+        UpstreamError if the server cannot be reached, or closed the connection."""
         request = self._request(method, target, headers, body)
         while self._idle:
             answer = self._idle.pop()

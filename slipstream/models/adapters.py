@@ -73,11 +73,8 @@ class Adapter:
 
 
 def read_adapter(folder: Path, slots: AdapterSlots) -> Adapter:
-    """Read an adapter for the model that has these slots.
-
-    Raises:
-        CheckpointError: it is broken, does not fit the model, or needs an unsupported feature.
-    """
+    """Read an adapter for the model that has these slots; CheckpointError if it is broken, does not
+    fit the model, or needs an unsupported feature."""
     file = folder / CONFIG
     rank, scale, targets = _read_config(folder)
     if rank > slots.rank:

@@ -97,12 +97,8 @@ def _feed_forward(experts: ExpertsSpec | None, dense: MLPSpec) -> FeedForwardSpe
 
 
 def _with_inputs(reader: ConfigReader, decoder: DecoderConfig, size: int) -> DecoderConfig:
-    """Add the per-layer inputs; the feed-forward's post-norm becomes a part of their spec, since
-    the layer now ends with the per-layer input's own post-norm.
-
-    Args:
-        size: value of a missing `hidden_size_per_layer_input`.
-    """
+    """Add the per-layer inputs, by default of this size; the feed-forward's post-norm becomes a
+    part of their spec, since the layer now ends with the per-layer input's own post-norm."""
     size = reader.take("hidden_size_per_layer_input", int, size)
     vocab_size = reader.take("vocab_size_per_layer_input", int, 262144)
     if not size:

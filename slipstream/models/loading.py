@@ -87,11 +87,9 @@ class LoadOptions:
 
     Attributes:
         dtype: dtype of the parameters; the checkpoint's numbers are converted to it.
-        device: where the parameters are allocated.
         load_format: "auto" and "safetensors" read the checkpoint; "dummy" makes random weights from
             the config; "twin" makes random weights whose drafts get accepted (`twin.py`).
         max_positions: number of rows of the rotary embedding tables.
-        seed: seed of random weights.
         quantization: key of `PRECISIONS` to quantise matrices to while loading, or None.
         kept: weight classes that the device multiplies in the checkpoint's format; matrices of
             other formats are dequantised. "fp8" also keeps e4m3 matrices with one scale a row.

@@ -54,11 +54,7 @@ WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """The place of one tensor in a file.
-
-    Attributes:
-        offset: offset of its first byte from the start of the file.
-    """
+    """The place of one tensor in a file; its offset is from the start of the file."""
 
     name: str
     dtype: torch.dtype

@@ -87,11 +87,7 @@ class _HeaderModule(StoredModule):
 
 
 class _Headers(CheckpointSource):
-    """Makes tensors without data, and compares their shapes with the headers.
-
-    Args:
-        stored: the format of a quantised checkpoint; None: it is unquantised.
-    """
+    """Makes tensors without data, and compares their shapes with the headers."""
 
     def __init__(self, checkpoint: Checkpoint, stored: StoredQuantization | None) -> None:
         super().__init__(checkpoint, torch.float32, NOWHERE, read=check_fits)

@@ -50,7 +50,6 @@ class Tokenizer:
     Truncation and padding of tokenizer.json are disabled.
 
     Attributes:
-        path: the model directory or file.
         settings: the content of tokenizer_config.json; empty if there is none.
         special_tokens: text of the named special tokens ("bos_token", ...), for chat templates.
         special_token_ids: ids that `skip_special_tokens` leaves out.

@@ -22,11 +22,7 @@ from slipstream.serve.updates import Delta, RequestUpdate
 
 
 class SampleReader(Protocol):
-    """Reads the deltas of one sample.
-
-    Attributes:
-        ended: whether further deltas would be ignored.
-    """
+    """Reads the deltas of one sample. Once it has `ended`, further ones would be ignored."""
 
     @property
     def ended(self) -> bool: ...

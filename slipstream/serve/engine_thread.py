@@ -158,11 +158,8 @@ class EngineThread:
         return streams
 
     async def between_steps(self, function: Callable[[], None]) -> None:
-        """Call a function on the engine's thread between two steps; re-raises its exceptions.
-
-        Raises:
-            EngineFailedError, StoppedError: the thread ended before the call.
-        """
+        """Call a function on the engine's thread between two steps; re-raises its exceptions, or
+        EngineFailedError or StoppedError if the thread ended before."""
         if not self.alive:
             raise EngineFailedError
         done: Future[None] = Future()

@@ -20,11 +20,8 @@ _MARKS: Final = (
 
 
 def fill_in(prompt: Prompt, suffix: str, tokenizer: Tokenizer, add_special_tokens: bool) -> Prompt:
-    """Make the prompt for the text between `prompt` and `suffix`.
-
-    Raises:
-        ApiError: the vocabulary has no fill-in-the-middle tokens, or the prompt is not a text.
-    """
+    """Make the prompt for the text between `prompt` and `suffix`; ApiError if the vocabulary has no
+    marks for it, or the prompt is not a text."""
     known = ([tokenizer.token_to_id(mark) for mark in marks] for marks in _MARKS)
     begin, middle, end = next((ids for ids in known if None not in ids), (None,) * 3)
     if begin is None or middle is None or end is None:

@@ -110,22 +110,16 @@ class QueueFullError(RequestError):
 
 
 class DrainingError(RequestError):
-    """The server is shutting down and refuses new requests."""
-
     status, code = HTTPStatus.SERVICE_UNAVAILABLE, "unavailable"
     message = "the server is about to stop and takes no new requests"
 
 
 class StoppedError(RequestError):
-    """The server stopped before the request had finished."""
-
     status, code = HTTPStatus.SERVICE_UNAVAILABLE, "unavailable"
     message = "the server stopped before the request was done"
 
 
 class EngineFailedError(RequestError):
-    """The engine has failed and cannot run requests."""
-
     status, code = HTTPStatus.SERVICE_UNAVAILABLE, "unavailable"
     message = "the engine has failed; the server has to be started again"
 
@@ -138,8 +132,6 @@ class RequestFailedError(RequestError):
 
 
 class DeadlineExceededError(RequestError):
-    """The request did not finish before its deadline."""
-
     status, code = HTTPStatus.GATEWAY_TIMEOUT, "timeout"
     message = (
         "the request did not finish in the time that this server gives one; ask for fewer tokens, "

@@ -158,11 +158,8 @@ class ModelService:
         return replace(self, options=replace(self.options, **changes))
 
     def with_template(self, source: str) -> "ModelService":
-        """Copy this service, with the chat template of a request; slow.
-
-        Raises:
-            ApiError: the template is invalid, or the server does not accept templates.
-        """
+        """Copy this service, with the chat template of a request; slow. ApiError if the template is
+        invalid, or the server does not accept templates."""
         if not self.answers.trust_request_chat_template:
             raise bad_request(
                 "chat_template is taken from requests only where the server was started with "

@@ -56,12 +56,7 @@ class AnswerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
-    """What the server logs and measures.
-
-    Attributes:
-        log_prompts: prompts and outputs may be in the log.
-        log_config_file: JSON for `logging.config.dictConfig`, applied after all else.
-    """
+    """What the server logs and measures."""
 
     log_level: str = flag("info", "debug, info, warning or error.", panel="Log", choices=_LEVELS)
     log_json: bool = flag(False, "Log one JSON object per line.")

@@ -49,11 +49,7 @@ class StepProfiler:
 
 
 class ProfilingEndpoints:
-    """Handles both paths; there is one profile at a time.
-
-    Args:
-        folder: an existing folder for the traces.
-    """
+    """Handles both paths; there is one profile at a time. The folder of the traces exists."""
 
     def __init__(self, thread: EngineThread, folder: Path) -> None:
         self._thread, self._folder = thread, folder

@@ -284,11 +284,7 @@ class BlockForm(StoredForm):
 
 @dataclass(frozen=True)
 class BlockTypes(StoredQuantization):
-    """The types of a file's quantised modules.
-
-    Attributes:
-        types: types by module name.
-    """
+    """The types of a file's quantised modules, by module name."""
 
     types: Mapping[str, GgufType]
 

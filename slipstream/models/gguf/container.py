@@ -35,7 +35,6 @@ class GgufTensor:
     """The description of a tensor.
 
     Attributes:
-        kind: type of its blocks.
         shape: slowest dimension first, so that a matrix is [rows, columns].
         offset: offset in bytes of its first byte from the start of the file.
     """

@@ -50,7 +50,6 @@ class StoredModule:
     """The tensors of one quantised matrix; each can be taken once.
 
     Args:
-        name: the module's name in the checkpoint.
         path: the checkpoint's directory.
         entries: the module's tensors by the endings of their names.
         on_read: called with (tensor name, entry) for each tensor that is read.
@@ -313,11 +312,8 @@ class StoredQuantization(ABC):
         return DenseMatrix if form is None else form.kind
 
     def rounding(self, module: str) -> Rounding | None:
-        """The rounding of random weights to this module's format; None: it is not quantised.
-
-        Raises:
-            UsageError: the format does not support random weights.
-        """
+        """The rounding of random weights to this module's format; None: it is not quantised;
+        UsageError if the format does not support that."""
         form = self.form_of(module)
         if form is None or self.unquantised.names(module):
             return None

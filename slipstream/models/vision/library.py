@@ -27,11 +27,8 @@ def missing_packages() -> list[str]:
 
 
 def require_class(name: str, module: str = "") -> Any:
-    """A class of transformers; UsageError if the installed version does not have it.
-
-    Args:
-        module: submodule of transformers, for classes that transformers does not export.
-    """
+    """A class of transformers; UsageError if the installed version does not have it. Classes that
+    it does not export are in a submodule."""
     import transformers
 
     try:

@@ -122,10 +122,7 @@ class ImageTower(Protocol):
 
     def grid(self, width: int, height: int, options: Mapping[str, Any]) -> tuple[int, int]:
         """(rows, columns) of the token grid of an image; `width` and `height` are in pixels.
-
-        Raises:
-            ValueError, TypeError: an invalid size or option.
-        """
+        ValueError or TypeError for an invalid size or option."""
 
     def encode(self, image: "Image", options: Mapping[str, Any]) -> SpanEmbeddings:
         """Compute the embeddings of an RGB image, row by row; `options` as in `most_whole`."""

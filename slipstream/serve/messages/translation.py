@@ -28,11 +28,8 @@ _STOP_REASONS: Final = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class BlockWriter:
-    """Writes one sample's answer events as content blocks; a `SampleReader`.
-
-    Attributes:
-        stop_reason, stop_sequence: set when the sample has ended.
-    """
+    """Writes one sample's answer events as content blocks; a `SampleReader`. `stop_reason` and
+    `stop_sequence` are set when it has ended."""
 
     def __init__(self, reader: AnswerReader) -> None:
         self.stop_reason: str | None = None

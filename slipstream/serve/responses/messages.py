@@ -100,11 +100,8 @@ class MessageBuilder:
         self._answer = None
 
     def _open(self, called: bool = False) -> chat.AssistantMessage:
-        """The message that the assistant's next item is added to.
-
-        Args:
-            called: the item is a call, which may follow text and other calls.
-        """
+        """The message that the assistant's next item is added to: a call may follow text and other
+        calls."""
         answer = self._answer
         if answer is None or (not called and (answer.content or answer.tool_calls)):
             answer = self._answer = chat.AssistantMessage(role="assistant", content="")

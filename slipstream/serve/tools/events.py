@@ -91,11 +91,8 @@ class ArgumentsParser:
 
 
 class MarkFinder:
-    """Finds marks in streamed text; holds back an end that may begin a mark.
-
-    Args:
-        marks: no mark may be a prefix of another.
-    """
+    """Finds marks in streamed text; holds back an end that may begin a mark. No mark may be a
+    prefix of another."""
 
     def __init__(self, marks: Sequence[str]) -> None:
         self._marks = tuple(marks)

@@ -118,11 +118,8 @@ _MAY_BE_KEY = re.compile(r"[^\s=,:()'\"\[\]{}]{0,128}\s*")
 
 
 class PythonicParser(ArgumentsParser):
-    """Parses answers that are calls; returns arguments one by one.
-
-    Args:
-        names: names of the functions; a list that does not begin with one of them is text.
-    """
+    """Parses answers that are calls; returns arguments one by one. A list that does not begin with
+    one of the functions' names is text."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()

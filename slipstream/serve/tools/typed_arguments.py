@@ -25,11 +25,8 @@ class SeparateArguments:
     schema: Mapping[str, Any]
 
     def schemas(self) -> dict[str, object] | None:
-        """Schemas by argument name; None if arguments may have any names.
-
-        Raises:
-            UsageError: the schema has other constraints.
-        """
+        """Schemas by argument name; None if arguments may have any names; UsageError for other
+        constraints."""
         function = self._function
         self.require("its schema", function, _SUPPORTED)
         found: dict[str, object] = {key: {} for key in self.required}
