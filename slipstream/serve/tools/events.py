@@ -56,11 +56,11 @@ class ToolParser(Protocol):
         """The remaining events, at the end of the answer."""
 
 
-class ArgumentsParser:
-    """The part of a `ToolParser` that writes the arguments of calls one by one.
+class StatefulParser:
+    """The part of a `ToolParser` that goes through an answer.
 
     Attributes:
-        _read: reads the beginning of a text, and returns the rest.
+        _read: reads the beginning of a text, and returns the rest; the parser's state.
         _held: text that is not classified yet.
     """
 
@@ -69,13 +69,29 @@ class ArgumentsParser:
     def __init__(self) -> None:
         self._events: list[ToolEvent] = []
         self._held = ""
-        self._num_arguments = 0
 
     def feed(self, text: str) -> Sequence[ToolEvent]:
         while text:
             text = self._read(text)
         events, self._events = self._events, []
         return events
+
+    def _to_text(self) -> str:
+        """Treat all that follows as content; returns the text that was held."""
+        text, self._held, self._read = self._held, "", self._read_text
+        return text
+
+    def _read_text(self, text: str) -> str:
+        self._events.append(Content(text))
+        return ""
+
+
+class ArgumentsParser(StatefulParser):
+    """Writes the arguments of calls one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_arguments = 0
 
     def _add_call(self, name: str) -> None:
         self._num_arguments = 0

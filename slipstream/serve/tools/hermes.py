@@ -8,57 +8,58 @@ from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.tools.call_format import ToolFormat
 from slipstream.serve.tools.call_reader import CallReader
 from slipstream.serve.tools.call_rules import Literals, json_calls, more_calls
-from slipstream.serve.tools.events import Content, ContentWriter, MarkFinder, ToolEvent
+from slipstream.serve.tools.events import (
+    Content,
+    ContentWriter,
+    MarkFinder,
+    StatefulParser,
+    ToolEvent,
+)
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
-class HermesParser:
+class HermesParser(StatefulParser):
     """Parses calls between marks, with text around them."""
 
     def __init__(self, dropped: Sequence[str] = ()) -> None:
+        super().__init__()
         self._finder = MarkFinder([BEGIN, *(it for it in dropped if it not in (BEGIN, END))])
+        self._closing = MarkFinder([END])
         self._content = ContentWriter()
-        self._call: CallReader | None = None
-        self._closing: MarkFinder | None = None  # after a call: text up to END is dropped
-
-    def feed(self, text: str) -> Sequence[ToolEvent]:
-        events: list[ToolEvent] = []
-        while text:
-            if self._closing is not None:
-                _, mark, text = self._closing.feed(text)
-                if mark is not None:
-                    self._closing = None
-            elif self._call is not None:
-                text = self._read_call(self._call, text, events)
-            else:
-                before, mark, text = self._finder.feed(text)
-                events.extend(self._content.write(before))
-                if mark == BEGIN:
-                    self._content.break_off()
-                    self._call = CallReader()
-        return events
+        self._call = CallReader()
+        self._read = self._read_content
 
     def finish(self) -> Sequence[ToolEvent]:
-        if self._call is not None and not self._call.begun:
+        if self._read == self._read_call and not self._call.begun:
             return [*self._content.flush(), Content(BEGIN + self._call.raw)]
-        held = "" if self._closing is not None else self._finder.finish()
-        return [*self._content.write(held), *self._content.flush()]
+        return [*self._content.write(self._finder.finish()), *self._content.flush()]
 
-    def _read_call(self, call: CallReader, text: str, events: list[ToolEvent]) -> str:
-        """Returns the text after the call."""
-        events.extend(call.feed(text))
-        if call.failed:
-            self._call = None
-            if call.begun:
-                self._closing = MarkFinder([END])
-                return call.rest
-            events.extend(self._content.write(BEGIN))
+    def _read_content(self, text: str) -> str:
+        before, mark, text = self._finder.feed(text)
+        self._events += self._content.write(before)
+        if mark == BEGIN:
+            self._content.break_off()
+            self._call, self._read = CallReader(), self._read_call
+        return text
+
+    def _read_call(self, text: str) -> str:
+        call = self._call
+        self._events += call.feed(text)
+        if call.failed and not call.begun:
+            self._events += self._content.write(BEGIN)
+            self._read = self._read_content
             return call.raw
-        if call.done:
-            self._call, self._closing = None, MarkFinder([END])
+        if call.failed or call.done:
+            self._read = self._drop_to_end
             return call.rest
         return ""
+
+    def _drop_to_end(self, text: str) -> str:
+        _, mark, text = self._closing.feed(text)
+        if mark is not None:
+            self._read = self._read_content
+        return text
 
 
 def _shown_by(template: ChatTemplate, _: Tokenizer) -> bool:

@@ -6,33 +6,25 @@ from typing import Final
 from slipstream.serve.tools.call_format import ToolFormat
 from slipstream.serve.tools.call_reader import JSON_SPACE, CallReader
 from slipstream.serve.tools.call_rules import Literals, json_calls, more_calls
-from slipstream.serve.tools.events import Content, ToolEvent
+from slipstream.serve.tools.events import Content, StatefulParser, ToolEvent
 
 TAG = "<|python_tag|>"  # optional first token; in the text only if special tokens are kept
 
 
-class Llama3Parser:
+class Llama3Parser(StatefulParser):
     """Parses answers that are calls. There are no marks: an object that names a function is one."""
 
     def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
         self._names = names
-        self._held = ""  # text that may turn out to be a call
-        self._call: CallReader | None = None
-        self._is_text = self._has_called = False
-
-    def feed(self, text: str) -> Sequence[ToolEvent]:
-        events: list[ToolEvent] = []
-        while text:
-            if self._is_text:
-                events.append(Content(text))
-                break
-            text = self._look(text) if self._call is None else self._read_call(text, events)
-        return events
+        self._call = CallReader(names)
+        self._has_called = False
+        self._read = self._look
 
     def finish(self) -> Sequence[ToolEvent]:
-        if self._call is not None and not self._call.begun:
+        if self._read == self._read_call and not self._call.begun:
             return [Content(self._held + self._call.raw)]
-        if self._call is None and self._held and not self._has_called:
+        if self._read == self._look and self._held and not self._has_called:
             return [Content(self._held)]
         return []
 
@@ -47,22 +39,18 @@ class Llama3Parser:
             return ""
         if start.startswith("{"):
             self._held = self._held[: len(self._held) - len(start)]
-            self._call = CallReader(self._names)
+            self._call, self._read = CallReader(self._names), self._read_call
             return start
-        held, self._held = self._held, ""
-        self._is_text = True
-        return held
+        return self._to_text()
 
-    def _read_call(self, text: str, events: list[ToolEvent]) -> str:
+    def _read_call(self, text: str) -> str:
         call = self._call
-        assert call is not None
-        events.extend(call.feed(text))
+        self._events += call.feed(text)
         if call.done and call.begun:
-            self._call, self._has_called, self._held = None, True, ""
+            self._has_called, self._held, self._read = True, "", self._look
             return call.rest
         if call.failed:
-            self._call, self._is_text = None, True
-            held, self._held = self._held, ""
+            held = self._to_text()
             return call.rest if call.begun else held + call.raw
         return ""
 

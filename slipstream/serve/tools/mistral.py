@@ -24,6 +24,7 @@ from slipstream.serve.tools.events import (
     Content,
     ContentWriter,
     MarkFinder,
+    StatefulParser,
     ToolEvent,
 )
 
@@ -36,41 +37,32 @@ _NAMED = re.compile(
 _MAY_BE_NAMED = re.compile(r"\s*[a-zA-Z0-9_.\-\[\]\s]{0,200}")
 
 
-class MistralParser:
+class MistralParser(StatefulParser):
     """Parses calls after a mark."""
 
     def __init__(self, dropped: Sequence[str] = ()) -> None:
+        super().__init__()
         self._finder = MarkFinder([BEGIN, *(it for it in dropped if it != BEGIN)])
         self._content = ContentWriter()
-        self._in_calls = self._in_list = False
-        self._held = ""  # text after the mark or a call, while it is unclear what follows
-        self._call: CallReader | None = None
-        self._value: ValueScanner | None = None
-
-    def feed(self, text: str) -> Sequence[ToolEvent]:
-        events: list[ToolEvent] = []
-        while text:
-            if self._call is not None:
-                text = self._read_call(self._call, text, events)
-            elif self._value is not None:
-                text = self._read_value(self._value, text, events)
-            elif self._in_calls:
-                text = self._look(text, events)
-            else:
-                before, mark, text = self._finder.feed(text)
-                events.extend(self._content.write(before))
-                if mark == BEGIN:
-                    self._content.break_off()
-                    self._in_calls, self._in_list = True, False
-        return events
+        self._in_list = False
+        self._call, self._value = CallReader(), ValueScanner()
+        self._read = self._read_content
 
     def finish(self) -> Sequence[ToolEvent]:
-        if self._call is not None and not self._call.begun:
+        if self._read == self._read_call and not self._call.begun:
             return [Content(self._call.raw)]
-        held = self._held if self._in_calls else self._finder.finish()
+        held = self._held if self._read == self._look else self._finder.finish()
         return [*self._content.write(held), *self._content.flush()]
 
-    def _look(self, text: str, events: list[ToolEvent]) -> str:
+    def _read_content(self, text: str) -> str:
+        before, mark, text = self._finder.feed(text)
+        self._events += self._content.write(before)
+        if mark == BEGIN:
+            self._content.break_off()
+            self._in_list, self._read = False, self._look
+        return text
+
+    def _look(self, text: str) -> str:
         """Decide what follows the mark or a call."""
         text, self._held = self._held + text, ""
         start = text.lstrip(JSON_SPACE + ("," if self._in_list else ""))
@@ -86,41 +78,42 @@ class MistralParser:
                 self._in_list = True
                 return start[1:]
         if start.startswith("{"):
-            self._call = CallReader()
+            self._call, self._read = CallReader(), self._read_call
             return start
         if start.startswith("]") and self._in_list:
-            self._in_calls = self._in_list = False
+            self._read = self._read_content
             return start[1:]
-        return self._look_for_name(start, events)
+        return self._look_for_name(start)
 
-    def _look_for_name(self, text: str, events: list[ToolEvent]) -> str:
+    def _look_for_name(self, text: str) -> str:
         named = _NAMED.match(text)
         if named is not None:
-            events.append(CallBegun(named[1]))
-            self._value = ValueScanner()
+            self._events.append(CallBegun(named[1]))
+            self._value, self._read = ValueScanner(), self._read_value
             return text[named.end() :]
         if _MAY_BE_NAMED.fullmatch(text):
             self._held = text
             return ""
-        self._in_calls = False
+        self._read = self._read_content
         return text
 
-    def _read_call(self, call: CallReader, text: str, events: list[ToolEvent]) -> str:
-        events.extend(call.feed(text))
+    def _read_call(self, text: str) -> str:
+        call = self._call
+        self._events += call.feed(text)
         if call.failed:
-            self._call, self._in_calls = None, False
+            self._read = self._read_content
             return call.rest if call.begun else call.raw
         if call.done:
-            self._call = None
+            self._read = self._look
             return call.rest
         return ""
 
-    def _read_value(self, value: ValueScanner, text: str, events: list[ToolEvent]) -> str:
-        end = value.scan(text, 0)
-        events.append(Arguments(text[:end]))
-        if value.done:
-            events.append(CallEnded())
-            self._value = None
+    def _read_value(self, text: str) -> str:
+        end = self._value.scan(text, 0)
+        self._events.append(Arguments(text[:end]))
+        if self._value.done:
+            self._events.append(CallEnded())
+            self._read = self._look
         return text[end:]
 
 

@@ -194,14 +194,6 @@ class PythonicParser(ArgumentsParser):
             self._held = rest[len(END) :]
         return self._to_text()
 
-    def _to_text(self) -> str:
-        text, self._held, self._read = self._held, "", self._read_text
-        return text
-
-    def _read_text(self, text: str) -> str:
-        self._events.append(Content(text))
-        return ""
-
 
 def _only(_: Literals, several: bool) -> list[str]:
     more = more_calls('", " call', several)
