@@ -72,7 +72,6 @@ def latency_table(figures: dict[str, Any]) -> ReportTable:
 
 
 def step_tables(run: OfflineRun) -> list[ReportTable]:
-    """Times of requests and steps, and acceptance."""
     spreads = {name: spread(own, (99.0,)) for name, own in run.times_ms().items() if own}
     tables = []
     if spreads:

@@ -48,7 +48,6 @@ def require_plots() -> None:
 
 
 def save(draw: Draw, file: Path) -> None:
-    """Save a figure as PNG, SVG or PDF."""
     import matplotlib
 
     with matplotlib.rc_context(_STYLE):

@@ -56,7 +56,6 @@ def write_json(document: Mapping[str, Any], file: Path) -> None:
 
 
 def text_entry(prompt: BenchPrompt, text: str) -> dict[str, Any]:
-    """A prompt and its answer, for a file of texts."""
     return {"id": prompt.id, "prompt": prompt.shown(), "text": text}
 
 

@@ -305,7 +305,6 @@ def paragraph(advice: Advice, model: str, drafters: Mapping[str, Mapping[str, An
 
 
 def command(point: CellResult, model: str, drafters: Mapping[str, Mapping[str, Any]]) -> str:
-    """A command line that serves a point of the sweep."""
     if point.drafter == PLAIN:
         return f"slipstream serve {shlex.quote(model)}"
     config = json.dumps({**drafters[point.drafter], "num_speculative_tokens": point.k})

@@ -152,7 +152,6 @@ def failures_table(failures: Sequence[Failure]) -> ReportTable:
 
 
 def profile_table(profile: Profile) -> ReportTable:
-    """Milliseconds per step by part of the step and group of ops."""
     steps = max(1, profile.steps)
     total = sum(sum(own.values()) for own in profile.times.values())
     rows = []

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def show_tables(console: Console, tables: "Iterable[ReportTable]") -> None:
-    """Print tables one after another, each below its heading."""
     for table in tables:
         console.print()
         console.print(table.heading, style="bold", soft_wrap=True)

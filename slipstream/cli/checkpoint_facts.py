@@ -292,7 +292,6 @@ def _dtype_note(stored: "torch.dtype") -> str | None:
 
 
 def kernel_backend() -> str:
-    """The name of the kernels that this machine uses."""
     from slipstream.kernels.registry import kernels_for
 
     return kernels_for(_device()).network.backend

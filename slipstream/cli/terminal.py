@@ -29,7 +29,6 @@ def stderr_console() -> Console:
 
 
 def fill_closed_stdin() -> None:
-    """Let a closed stdin be an empty one."""
     if sys.stdin is None:
         sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))
 

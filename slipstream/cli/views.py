@@ -102,7 +102,6 @@ class Meter:
         self._llm, self._metrics_before, self._began = llm, deepcopy(llm.metrics), perf_counter()
 
     def read(self, num_tokens: int) -> Status:
-        """The status after `num_tokens` output tokens."""
         gained = _difference(self._llm.metrics, self._metrics_before)
         speculation, whole = gained.speculation, sum(gained.seconds.values())
         return Status(

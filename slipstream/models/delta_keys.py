@@ -54,7 +54,6 @@ def read_hybrid(
 
 
 def read_experts(reader: ConfigReader, routing: Routing) -> ExpertsSpec:
-    """Read experts, and a gated shared expert."""
     return ExpertsSpec(
         routing=routing,
         intermediate_size=reader.take("moe_intermediate_size", int),

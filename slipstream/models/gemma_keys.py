@@ -75,7 +75,6 @@ _PATTERN_KEYS = ("sliding_window_pattern", "_sliding_window_pattern")
 
 
 def read_scale(reader: ConfigReader) -> float:
-    """Read the scale of attention scores."""
     scalar = reader.take("query_pre_attn_scalar", float, 256.0)
     require_positive(query_pre_attn_scalar=scalar)
     return float(scalar**-0.5)
@@ -110,7 +109,6 @@ _LISTED = "per_layer_config"
 
 
 def read_ropes(reader: ConfigReader, max_positions: int) -> dict[str, RopeConfig]:
-    """Read the RoPE of each type of layer."""
     return read_typed_ropes(reader, max_positions, _ROPES)
 
 

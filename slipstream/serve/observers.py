@@ -127,7 +127,6 @@ def _given_params(params: SamplingParams) -> str:
 
 
 def _log_engine(engine: Engine, done: Mapping[str, int], seconds: float) -> None:
-    """Log the counts of an interval of `seconds`."""
     scheduler, blocks, drafts = engine.scheduler, engine.scheduler.block_manager, done["drafts"]
     facts: dict[str, float] = {
         "prompt_tokens_per_second": round(done["prompt_tokens"] / seconds, 1),

@@ -229,7 +229,6 @@ class DrainingServer(uvicorn.Server):
 
 
 def _log_tools(service: ModelService) -> None:
-    """Log how tools are described to the model, and the format of its tool calls."""
     if service.engine.tokenizer is None or not service.template.exists:
         return
     format = service.tool_format

@@ -79,7 +79,6 @@ class HeaderReader:
         return self._decoded(start, start + length, what)
 
     def metadata(self, count: int) -> dict[str, Value]:
-        """Read `count` pairs of a key and a value."""
         found: dict[str, Value] = {}
         for _ in range(count):
             key = self.text("a key of its metadata", _MAX_KEY)

@@ -60,7 +60,6 @@ def _rows(words: Tensor) -> Tensor:
 
 
 def read_settings(reader: ConfigReader) -> OneForm:
-    """Read a quantization_config; CheckpointError for keys that are unknown or unsupported."""
     reader.expect("bits", 4)
     reader.expect("zero_point", True)
     for key in ("version", "format"):

@@ -11,7 +11,8 @@ from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.module import StoredQuantization
 
 _MODELOPT = "slipstream.models.quantized.modelopt"
-# To add a format, write its file and add one line here.
+# To add a format, add one line here and write its file, whose `read_settings` reads a
+# quantization_config, and raises CheckpointError for keys that are unknown or unsupported.
 FORMATS: Final = {
     "awq": "slipstream.models.quantized.awq",
     "compressed-tensors": "slipstream.models.quantized.compressed_tensors",

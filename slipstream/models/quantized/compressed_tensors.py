@@ -281,7 +281,6 @@ class CompressedTensors(StoredQuantization):
 
 
 def read_settings(reader: ConfigReader) -> CompressedTensors:
-    """Read a quantization_config; CheckpointError for keys that are unknown or unsupported."""
     status = reader.take("quantization_status", str, "compressed")
     if status not in ("compressed", "frozen"):
         raise reader.error("quantization_status", f"is {status!r}; finish the quantization first")

@@ -90,7 +90,6 @@ class Float8Form(StoredForm):
 
 
 def read_settings(reader: ConfigReader) -> OneForm:
-    """Read a quantization_config; CheckpointError for keys that are unknown or unsupported."""
     reader.expect("fmt", "e4m3")
     scale_format = reader.take("scale_fmt", str, "float")
     if scale_format not in ("float", "ue8m0"):

@@ -75,7 +75,6 @@ class GptqForm(IntegerForm):
 
 
 def read_settings(reader: ConfigReader) -> OneForm:
-    """Read a quantization_config; CheckpointError for keys that are unknown or unsupported."""
     bits = reader.take("bits", int)
     if bits not in (4, 8):
         raise reader.error("bits", f"is {bits}, but 4 and 8 are supported; use another checkpoint")

@@ -82,7 +82,6 @@ class ModelOpt(StoredQuantization):
 
 
 def read_settings(reader: ConfigReader) -> ModelOpt:
-    """Read a quantization_config; CheckpointError for keys that are unknown or unsupported."""
     if reader.take_optional("quantization", dict):  # the layout of hf_quant_config.json
         reader = reader.nested("quantization")
         settings = read_settings(reader)

@@ -62,6 +62,5 @@ class Mxfp4Experts(OneForm):
 
 
 def read_settings(reader: ConfigReader) -> Mxfp4Experts:
-    """Read a quantization_config; CheckpointError for keys that are unknown or unsupported."""
     unquantised = read_list(reader, "modules_to_not_convert")
     return Mxfp4Experts("mxfp4", Mxfp4Form("blocks", "scales"), unquantised)

@@ -17,7 +17,6 @@ _FOUND = tuple(
 
 
 def read_settings(reader: ConfigReader) -> OneForm:
-    """Read a quantization_config; CheckpointError for keys that are unknown or unsupported."""
     for key in ("layer_quant_config", "layer_type_quant_config", "softmax_quant_spec"):
         if reader.take_optional(key, dict):
             raise reader.error(key, "has settings of its own for some layers, which are not read")

@@ -140,7 +140,6 @@ class ResponsesAnswer(Answer[Increments]):
         return document
 
     def _response(self, status: str, **fields: Any) -> bytes:
-        """The response so far."""
         body = self._body
         response = {
             "id": self.id,

@@ -36,7 +36,6 @@ def parse_messages(document: bytes) -> list[chat.Message]:
 
 
 def dump_messages(messages: Sequence[chat.Message]) -> bytes:
-    """Write messages as JSON."""
     return to_json(messages, exclude_none=True)
 
 

@@ -26,7 +26,6 @@ class OutputWriter:
         self._new_logprobs: list[Any] = []  # not sent in an event yet
 
     def write(self, increment: Increment) -> list[Event]:
-        """The events for further output."""
         if self._num_top is not None:
             delta, parts = increment.delta, increment.parts
             found = self._reader.logprobs(delta, parts, self._num_top) or {"content": []}
@@ -82,7 +81,6 @@ class OutputWriter:
         return events
 
     def _add_text(self, kind: str, text: str) -> list[Event]:
-        """Add text to a message or to reasoning."""
         events: list[Event] = []
         if self._item is None or self._item["type"] != kind:
             role: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
@@ -108,7 +106,6 @@ class OutputWriter:
         return taken
 
     def _event(self, type: str, **fields: Any) -> Event:
-        """An event about the open item."""
         assert self._item is not None
         place = {"item_id": self._item["id"], "output_index": len(self.items)}
         return {"type": type, **place, **fields}

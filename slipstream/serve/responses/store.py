@@ -43,7 +43,6 @@ class ResponseStore:
 
     @property
     def keeps(self) -> bool:
-        """Whether responses are kept at all."""
         return self._most > 0
 
     def put(self, name: str, response: StoredResponse) -> None:

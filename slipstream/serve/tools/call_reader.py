@@ -105,7 +105,6 @@ class ObjectScanner:
         return self._state == "broken"
 
     def feed(self, text: str) -> Iterator[MemberPiece]:
-        """The pieces of values in new text."""
         place = 0
         while place < len(text) and not (self.done or self.broken):
             if self._state == "key text":
@@ -177,7 +176,6 @@ class CallReader:
         return self._scanner.rest
 
     def feed(self, text: str) -> Iterator[ToolEvent]:
-        """The events that follow from further text."""
         self.raw += text
         for piece in self._scanner.feed(text):
             if piece.key == "name" and not self.begun:

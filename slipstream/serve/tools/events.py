@@ -129,7 +129,6 @@ class MarkFinder:
         return text[: len(text) - keep], None, ""
 
     def finish(self) -> str:
-        """The text that was held back."""
         text, self._held = self._held, ""
         return text
 
