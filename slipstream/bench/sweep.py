@@ -171,14 +171,14 @@ class Sweep:
         yield Cell(PLAIN, 0, batch), None
 
 
-def best(points: Sequence[CellResult]) -> list[CellResult]:
-    """For each batch size, the point with the most tokens per second, without partial ones."""
-    whole = [point for point in points if not point.partial]
-    batches = dict.fromkeys(point.batch for point in whole)
-    return [
-        max((it for it in whole if it.batch == batch), key=lambda it: it.tokens_per_second)
-        for batch in batches
-    ]
+def best(points: Sequence[CellResult]) -> frozenset[int]:
+    """The index of the fastest point of each batch size, without partial ones."""
+    fastest: dict[int, int] = {}
+    for index, point in enumerate(points):
+        old = fastest.get(point.batch)
+        if not point.partial and (old is None or _speed(point) > _speed(points[old])):
+            fastest[point.batch] = index
+    return frozenset(fastest.values())
 
 
 def _result(

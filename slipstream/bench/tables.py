@@ -114,8 +114,8 @@ def sweep_table(points: Sequence[CellResult]) -> ReportTable:
     return ReportTable(
         "Drafters against K",
         SWEEP_COLUMNS,
-        [_sweep_row(point, any(point is it for it in winners)) for point in points],
-        frozenset(index for index, it in enumerate(points) if any(it is one for one in winners)),
+        [_sweep_row(point, index in winners) for index, point in enumerate(points)],
+        winners,
         "iter. is the median time of a step, draft the share of drafting in it; * and bold mark "
         "the most tokens per second at that batch size.",
     )

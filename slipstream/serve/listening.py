@@ -167,16 +167,13 @@ def tls_options(options: ServerOptions) -> dict[str, Any]:
         UsageError: the files or ciphers cannot be used, or there is no certificate to go with them.
     """
     given = {name: it for name in _TLS if (it := getattr(options, name))}
-    if given and options.ssl_certfile is None:
-        raise UsageError(f"{flag_name(next(iter(given)))} goes with --ssl-certfile; give both")
-    if options.ssl_certfile is None:
+    certificate, key = options.ssl_certfile, options.ssl_keyfile
+    authorities = options.ssl_ca_certs
+    if certificate is None:
+        if given:
+            raise UsageError(f"{flag_name(next(iter(given)))} goes with --ssl-certfile; give both")
         return {}
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    certificate, key, authorities = (
-        options.ssl_certfile,
-        options.ssl_keyfile,
-        options.ssl_ca_certs,
-    )
     try:
         context.load_cert_chain(certificate, key, password=_refuse_encrypted_key)
     except (OSError, ValueError) as error:

@@ -8,7 +8,6 @@ expressions are those of https://github.com/ggml-org/llama.cpp, `src/llama-vocab
 """
 
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -28,10 +27,10 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _PREFIX = "tokenizer.ggml."
 _ENDS: Final = ("eos", "eot", "eom")
 # Texts of control tokens that end an answer but have no metadata key.
-_END_TEXTS: Final = (
+_END_TEXTS: Final = {
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
     *("<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_utterance>", "<EOT>", "[EOT]"),
-)
+}
 # In the harmony format <|end|> only ends a message, and the answer goes on.
 _HARMONY = ("<|return|>", "<|call|>", "<|end|>")
 
@@ -91,17 +90,11 @@ def end_ids(container: Container) -> list[int]:
 
 def _by_text(container: Container) -> list[int]:
     types = numbers(container, "token_type", NORMAL)
-    wanted = _places(texts(container), _END_TEXTS)
+    wanted = {text: place for place, text in enumerate(texts(container)) if text in _END_TEXTS}
     found = {text: it for text, it in wanted.items() if types[it] in (CONTROL, USER_DEFINED)}
     if all(text in wanted for text in _HARMONY):
         found.pop(_HARMONY[-1], None)
     return sorted(found.values())
-
-
-def _places(words: list[str], wanted: Collection[str]) -> dict[str, int]:
-    """The position of each of these texts that is in the vocabulary."""
-    known = set(wanted)
-    return {word: place for place, word in enumerate(words) if word in known}
 
 
 _SHORT = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"

@@ -64,7 +64,7 @@ class MessageBuilder:
         for place, item in enumerate(items):
             match item:
                 case responses.MessageItem(role="assistant"):
-                    self._answered(item)
+                    self._open().content = _content(item.content, "")
                 case responses.FunctionCallItem():
                     self._called(item)
                 case responses.ReasoningItem():
@@ -99,8 +99,7 @@ class MessageBuilder:
         self._answer = None
 
     def _open(self, called: bool = False) -> chat.AssistantMessage:
-        """The message that the assistant's next item is added to: a call may follow text and other
-        calls."""
+        """The message that the next item is added to; a call may follow text and other calls."""
         answer = self._answer
         if answer is None or (not called and (answer.content or answer.tool_calls)):
             answer = self._answer = chat.AssistantMessage(role="assistant", content="")
@@ -112,10 +111,6 @@ class MessageBuilder:
         answer = self._open()
         if self._keeps_reasoning and texts:
             answer.reasoning = "\n".join([*filter(None, [answer.reasoning]), *texts])
-
-    def _answered(self, item: responses.MessageItem) -> None:
-        answer = self._open()
-        answer.content = _content(item.content, "")
 
     def _called(self, item: responses.FunctionCallItem) -> None:
         answer = self._open(called=True)

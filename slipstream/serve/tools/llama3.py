@@ -55,10 +55,6 @@ class Llama3Parser(StatefulParser):
         return ""
 
 
-def _only(_: Literals, several: bool) -> list[str]:
-    return ["start: call" + more_calls('"; " call', several)]
-
-
 def _in_text(_: Literals) -> list[str]:
     """Either the whole answer is calls, or it has none."""
     return ['start: call ("; " call)* | other', r"other: /([^{\s](.|\n)*)?/"]
@@ -69,7 +65,7 @@ FORMAT: Final = ToolFormat(
     marks=(),
     parser=lambda functions, _: Llama3Parser(functions),
     shown_by=lambda _, tokenizer: tokenizer.token_to_id(TAG) is not None,
-    only=_only,
+    only=lambda _, several: ["start: call" + more_calls('"; " call', several)],
     in_text=_in_text,
     calls=lambda _, functions: json_calls(functions, "parameters"),
 )

@@ -148,11 +148,6 @@ def _calls(literal: Literals, functions: Schemas) -> list[str]:
     return [f"call: {' | '.join(names)}", *rules]
 
 
-def _short_id() -> str:
-    """Make an id of the only length that Mistral's templates accept."""
-    return uuid4().hex[:9]
-
-
 FORMAT: Final = ToolFormat(
     name="mistral",
     marks=(BEGIN, ARGS),
@@ -161,5 +156,5 @@ FORMAT: Final = ToolFormat(
     only=_only,
     in_text=_in_text,
     calls=_calls,
-    call_id=_short_id,
+    call_id=lambda: uuid4().hex[:9],  # the only length that Mistral's templates accept
 )
