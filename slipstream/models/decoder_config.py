@@ -169,8 +169,7 @@ class DecoderConfig:
 
     @property
     def num_active_parameters(self) -> int:
-        """Number of matrix parameters that one token uses: the active experts and the head are
-        counted, the embedding table is not."""
+        """Matrix parameters that one token uses: with the head, without the embedding."""
         total = self.vocab_size * self.hidden_size
         for layer in self.layers:
             total += sum(rows * columns for rows, columns in layer.matrices(self.hidden_size))

@@ -215,8 +215,7 @@ class StoredForm(ABC):
 
     @abstractmethod
     def tensors(self, module: StoredModule, rows: int, columns: int) -> Tensors:
-        """Take the tensors of the matrix [rows, columns]; CheckpointError if one is missing, or has
-        another dtype or shape."""
+        """Take the tensors of the matrix [rows, columns]; errors as `StoredModule.take`."""
 
     @abstractmethod
     def matrix(self, module: StoredModule, found: Tensors, rows: int, columns: int) -> Weight:

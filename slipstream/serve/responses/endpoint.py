@@ -119,8 +119,7 @@ class ResponsesEndpoints:
     def _prepare_shorter(
         self, body: ResponsesRequest, messages: Sequence[Message], error: ApiError
     ) -> tuple[ChatRequest, PreparedChat]:
-        """Leave out the oldest turns until the prompt fits; raises the error if one turn alone does
-        not fit."""
+        """Leave out old turns until the prompt fits; raises the error if one alone does not."""
         starts, fitting = later_turns(messages), None
         low, high = 0, len(starts)
         while low < high:
