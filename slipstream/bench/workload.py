@@ -203,7 +203,8 @@ class _Clock:
         return self._llm.metrics.num_steps != self._steps
 
     def steps(self) -> list[float]:
-        """The seconds of these steps; those without output between them get their mean."""
+        """The seconds of these steps; several steps without output between them (prompt chunks)
+        are counted with their mean."""
         seconds, steps = sum(self._read()), self._llm.metrics.num_steps
         count, gained = steps - self._steps, seconds - self._seconds
         self._steps, self._seconds = steps, seconds

@@ -240,7 +240,8 @@ class Front:
     # ------------------------------------------------------------------ all replicas
 
     async def _ask_all(self, request: _Request) -> None:
-        """Ask every replica, and combine the answers; NotAllDoneError if some refused or failed."""
+        """Send the request to every replica, and combine the answers; NotAllDoneError if some
+        replicas failed or refused it."""
         asked = [self._page(it, request) for it in self.routing.replicas]
         results = await asyncio.gather(*asked)
         answers = [it for it in results if it[1]]
@@ -340,7 +341,8 @@ async def _respond(send: Send, status: int, headers: Headers, body: bytes) -> No
 
 
 def lost_event(path: str, error: Exception, last: bytes) -> bytes:
-    """The event that ends a stream after its `last` part, because the replica has died."""
+    """The event that ends a stream whose replica has died, in the protocol of its path, after the
+    `last` part of the stream."""
     api_error = as_api_error(error)
     if is_messages(path):
         return b"event: error\ndata: " + api_error.body(MESSAGES_PATH) + b"\n\n"

@@ -86,7 +86,8 @@ def read_decoder_config(
 
 
 def decoder_config(reader: ConfigReader) -> DecoderConfig:
-    """Read a decoder config; the caller calls `finish`, and may take more keys before."""
+    """Read a decoder config from the reader's keys; the caller calls `finish`, and may take more
+    keys before."""
     architecture = _architecture(reader)
     module, _, function = ARCHITECTURES[architecture].partition(":")
     found = getattr(importlib.import_module(module), function or "decoder_config")

@@ -72,7 +72,8 @@ _clock = threading.local()  # `end`: the thread's time limit while it renders
 
 
 class _Bounded(ImmutableSandboxedEnvironment):
-    """A sandbox that limits the total time and each result's size; Jinja limits `range`."""
+    """A sandbox that limits the size of each operation's result, and the total time. Jinja itself
+    limits `range`."""
 
     intercepted_binops = frozenset(("*", "**", "+", "%"))
     code_generator_class = _Code

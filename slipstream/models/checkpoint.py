@@ -81,7 +81,8 @@ def resolve_checkpoint(
 
 
 def local_path(name: str) -> Path | None:
-    """The path here that a checkpoint's name means; a bundled demo's precedes the user's own."""
+    """The directory or file of this machine that is meant by a checkpoint's name: a bundled demo's
+    before the user's own."""
     bundled = bundled_path(name)
     path = bundled if bundled is not None and bundled.is_dir() else user_path(name)
     # An empty name would be the working directory.
@@ -205,7 +206,8 @@ class Checkpoint:
 
     @property
     def module_names(self) -> frozenset[str]:
-        """Stored names of modules with tensors, also without a multimodal model's prefixes."""
+        """Names of all modules with tensors, those of towers too, as stored and without prefixes of
+        a multimodal model."""
         names = self.entries.keys() | (() if self._is_gguf else self.all_entries.keys())
         return frozenset(name.rpartition(".")[0] for name in names)
 

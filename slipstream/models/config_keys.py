@@ -124,7 +124,8 @@ class CommonKeys:
 def read_common(
     reader: ConfigReader, architecture: str, defaults: Defaults, rope: RopeConfig | None = None
 ) -> CommonKeys:
-    """Read the keys that all architectures share, except those of a given `rope`."""
+    """Read the keys that all architectures share, except those of a given `rope`; each architecture
+    reads its own keys."""
     reader.expect("hidden_act", defaults.hidden_act)
     reader.expect("is_encoder_decoder", False)
     hidden_size = reader.take("hidden_size", int)

@@ -160,7 +160,8 @@ class ConfigReader:
         return ConfigReader(values, self.file, f"{self._prefix}{key}.", harmless=())
 
     def each(self, key: str) -> list["ConfigReader"]:
-        """Readers of the objects at `key`, in an object or a list; none if it is missing."""
+        """Readers of the objects at `key`, which are values of an object or a list; none if it is
+        missing."""
         given = self.take_any(key)
         own = self
         if isinstance(given, list):

@@ -88,7 +88,8 @@ class Decoder:
         return token_ids if self._last_id is None else token_ids.clamp(max=self._last_id)
 
     def assist(self, num_rows: int) -> None:
-        """Compute shares of experts for `num_rows` rows of other ranks, without own rows."""
+        """Compute shares of experts in a pass of `num_rows` rows of other ranks, with no rows of
+        its own."""
         assert self.pool is not None, "there are other ranks"
         self.pool.assist(self._ops, num_rows)
 

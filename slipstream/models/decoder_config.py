@@ -169,7 +169,8 @@ class DecoderConfig:
 
     @property
     def num_active_parameters(self) -> int:
-        """Matrix parameters that one token uses: with the head, without the embedding."""
+        """Number of matrix parameters that one token uses: the active experts and the head are
+        counted, the embedding table is not."""
         total = self.vocab_size * self.hidden_size
         for layer in self.layers:
             total += sum(rows * columns for rows, columns in layer.matrices(self.hidden_size))

@@ -93,7 +93,8 @@ def read_latent_attention(reader: ConfigReader, common: CommonKeys) -> LatentAtt
 def latent_decoder(
     reader: ConfigReader, common: CommonKeys, experts: ExpertsSpec, num_dense: int
 ) -> DecoderConfig:
-    """A decoder with latent attention and dense first layers, by default `num_dense`."""
+    """A decoder with latent attention whose first layers are dense: `num_dense` if the config does
+    not say how many."""
     dense = _read_dense_layers(reader, common.num_layers, num_dense)
     attention = read_latent_attention(reader, common)
     return common.with_mixers(
@@ -103,7 +104,8 @@ def latent_decoder(
 
 
 def _read_dense_layers(reader: ConfigReader, num_layers: int, num_dense: int) -> list[bool]:
-    """Read which layers are dense: `first_k_dense_replace`, or newer `mlp_layer_types`."""
+    """Read whether each layer is dense: `first_k_dense_replace`, or `mlp_layer_types` since
+    transformers 5."""
     reader.expect("moe_layer_freq", 1)
     first = reader.take("first_k_dense_replace", int, num_dense)
     types = reader.take("mlp_layer_types", list, [])

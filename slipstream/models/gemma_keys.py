@@ -56,7 +56,8 @@ def zero_centred(common: CommonKeys) -> CommonKeys:
 
 
 def scaled(reader: ConfigReader, decoder: DecoderConfig, softcap: float | None) -> DecoderConfig:
-    """Scale embeddings by the root of their width, and cap logits, by default at `softcap`."""
+    """Scale embeddings by the square root of their width, and cap logits, without the key at
+    `softcap`."""
     softcap = reader.take_optional("final_logit_softcapping", float, softcap)
     return replace(decoder, embedding_scale=decoder.hidden_size**0.5, logit_softcap=softcap)
 

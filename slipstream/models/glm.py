@@ -65,7 +65,10 @@ def glm4_moe(reader: ConfigReader, architecture: str) -> DecoderConfig:
 
 
 def glm4_moe_lite(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """GLM-4.7-Flash: MLA, experts with a score correction bias, and a dense first layer."""
+    """GLM-4.7-Flash: latent attention (MLA), and experts with a score correction bias.
+
+    The first layer is dense.
+    """
     reader.expect("model_type", "glm4_moe_lite")
     defaults = Defaults(max_position_embeddings=202752, head_dim=64, rms_norm_eps=1e-5, rotated=1.0)
     common = read_common(reader, architecture, defaults)

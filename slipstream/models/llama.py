@@ -119,7 +119,10 @@ def granite(reader: ConfigReader, architecture: str) -> DecoderConfig:
 
 
 def starcoder2(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """Starcoder 2: layer norms with biases, no gate; one key turns on all projections' biases."""
+    """Starcoder 2: layer norms with biases, and a feed-forward part without a gate.
+
+    One config key turns on the biases of all projections.
+    """
     reader.expect("model_type", "starcoder2")
     reader.expect("mlp_type", "default")
     reader.expect("norm_type", "layer_norm")

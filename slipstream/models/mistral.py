@@ -56,7 +56,10 @@ def mixtral(reader: ConfigReader, architecture: str) -> DecoderConfig:
 
 
 def ministral3(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """Ministral 3: Mistral with YaRN, and query scaling by position as in Llama 4."""
+    """Ministral 3: Mistral with YaRN and position-dependent query scaling (from Llama 4).
+
+    The scaling is configured in the RoPE parameters.
+    """
     reader.expect("model_type", "ministral3")
     reader.expect("attention_bias", False)
     reader.expect("mlp_bias", False)
@@ -80,7 +83,10 @@ def mistral3(reader: ConfigReader, architecture: str) -> DecoderConfig:
 
 
 def mistral4(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """Mistral Small 4: MLA, experts, and query scaling by position."""
+    """Mistral Small 4: latent attention (MLA) with position-dependent query scaling, and experts.
+
+    The scaling is configured in the RoPE parameters.
+    """
     reader.expect("model_type", "mistral4")
     reader.expect("n_group", 1)
     reader.expect("topk_group", 1)

@@ -19,7 +19,10 @@ _MODEL_TYPES = {"MiMoForCausalLM": "mimo", "Qwen2ForCausalLM": "qwen2"}
 
 
 def qwen2(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """Qwen2, Qwen2.5 and MiMo (with MTP modules): query, key and value always have biases."""
+    """Qwen2 and Qwen2.5, and MiMo, which is Qwen2 with MTP modules.
+
+    Query, key and value always have biases; no config key turns them off.
+    """
     reader.expect("model_type", _MODEL_TYPES[architecture])
     reader.expect("mlp_bias", False)
     reader.expect("use_mrope", False)

@@ -262,7 +262,8 @@ def reads_reasoning(service: ModelService) -> bool:
 
 
 def _options(service: ModelService, fields: TemplateFields) -> Mapping[str, Any]:
-    """The template's variables besides messages and tools; ApiError for any it does not read."""
+    """The template's variables besides messages and tools; raises ApiError for any that the
+    template does not read."""
     template, documents = service.template, fields.documents
     given = _with_effort(dict(fields.chat_template_kwargs or {}), fields, template)
     if documents is not None and given.setdefault(_DOCUMENTS, documents) != documents:

@@ -179,7 +179,8 @@ class LoadCount:
 
 
 class RootPath:
-    """Removes the path prefix of a proxy, such as /models/a, unless the proxy did."""
+    """Removes the path prefix under which a proxy exposes the server, such as /models/a, unless the
+    proxy did."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self._app, self._root_path = app, root_path

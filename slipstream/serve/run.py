@@ -196,7 +196,8 @@ class DrainingServer(uvicorn.Server):
         self._tasks.append(asyncio.create_task(ending))
 
     def end_at_once(self, why: str) -> None:
-        """Abort all requests, and stop with exit code 1: the engine is broken. Thread-safe."""
+        """Abort all requests and stop the server with exit code 1, because the engine cannot
+        recover. Thread-safe."""
         logger.critical("%s; the server ends", why)
         self.exit_code, self.config.timeout_graceful_shutdown = 1, _LAST_FLUSH_SECONDS
         if self._loop is None or not self.started:

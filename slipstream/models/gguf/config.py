@@ -184,7 +184,8 @@ def _from_factors(freqs: GgufTensor, reader: ConfigReader, positions: int) -> Co
 
 
 def _dtype(tensors: Sequence[GgufTensor] | Any) -> str:
-    """The dtype with most bytes in the model's matrices; quantised types count as bfloat16."""
+    """The dtype with the most bytes in the model's matrices; quantised types count as
+    bfloat16."""
     sizes: dict[torch.dtype, int] = {}
     for tensor in tensors:
         if len(tensor.shape) > 1:

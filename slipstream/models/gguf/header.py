@@ -64,7 +64,8 @@ class HeaderReader:
         return int(form.unpack_from(self._bytes, start)[0])
 
     def count(self, least: int, what: str) -> int:
-        """Read a number of items of at least `least` bytes; they must fit into the header."""
+        """Read the number of items whose size is at least `least` bytes each; checks that they fit
+        into the header."""
         number = self.integer("Q", f"the number of {what}")
         self._require(number * least, f"{number} {what}")
         return number

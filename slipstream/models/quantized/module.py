@@ -215,7 +215,8 @@ class StoredForm(ABC):
 
     @abstractmethod
     def tensors(self, module: StoredModule, rows: int, columns: int) -> Tensors:
-        """Take the tensors of the matrix [rows, columns]; errors as `StoredModule.take`."""
+        """Take the tensors of the matrix [rows, columns]; CheckpointError if one is missing, or has
+        another dtype or shape."""
 
     @abstractmethod
     def matrix(self, module: StoredModule, found: Tensors, rows: int, columns: int) -> Weight:

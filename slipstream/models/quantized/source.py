@@ -134,7 +134,8 @@ class QuantizedSource(CheckpointSource):
     def _read_experts(
         self, fused: FusedExperts, parts: Sequence[Part], columns: int
     ) -> Weight | None:
-        """Read all experts of a layer from stacked tensors; None: they are separate."""
+        """Read all experts of a layer from stacked tensors; None if the checkpoint has separate
+        experts."""
         if fused.name in self._checkpoint.entries:
             if not self._is_quantised(fused.name):
                 return DenseMatrix(self.matrix(parts, columns))

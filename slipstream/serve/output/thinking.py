@@ -284,7 +284,8 @@ class ThinkingFormat:
 
 
 def _frame(opening: str, closing: str, begun: bool) -> str:
-    """A frame of `StructuredOutput` for marks that are texts; `body` begins after the thought."""
+    """A frame of `StructuredOutput` for marks that are texts: the rule `body` begins after the
+    thought."""
     gap = '("\\n" | "\\n\\n")?'
     first, last = (re.escape(mark).replace("/", "\\/") for mark in (opening, closing))
     start = f"thought {gap}" if begun else f"({gap} thought {gap})?"

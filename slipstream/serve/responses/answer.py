@@ -208,7 +208,8 @@ class ResponsesAnswer(Answer[Increments]):
 
 
 def _remembered(items: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Answer items as input items, without logprobs and cut-off calls: no result can follow."""
+    """Convert items of an answer to input items, without logprobs and without calls that were cut
+    off, which cannot be answered."""
     kept: list[Mapping[str, Any]] = []
     for item in items:
         if item["type"] == "message":

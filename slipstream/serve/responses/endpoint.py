@@ -119,7 +119,8 @@ class ResponsesEndpoints:
     def _prepare_shorter(
         self, body: ResponsesRequest, messages: Sequence[Message], error: ApiError
     ) -> tuple[ChatRequest, PreparedChat]:
-        """Leave out old turns until the prompt fits; raises the error if one alone does not."""
+        """Leave out the oldest turns until the prompt fits; raises the error if one turn alone does
+        not fit."""
         starts, fitting = later_turns(messages), None
         low, high = 0, len(starts)
         while low < high:

@@ -14,7 +14,8 @@ _TEXTS: Final = {"message": ("msg", "output_text"), "reasoning": ("rs", "reasoni
 
 
 class OutputWriter:
-    """Converts answer events to items and unnumbered events; `num_top` None: no logprobs."""
+    """Converts answer events to items and stream events, without sequence numbers, and without
+    logprobs if `num_top` is None."""
 
     def __init__(self, reader: AnswerReader, num_top: int | None) -> None:
         self.items: list[dict[str, Any]] = []  # that are complete

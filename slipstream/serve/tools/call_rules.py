@@ -121,7 +121,8 @@ def json_value(schema: Mapping[str, Any]) -> str:
 
 
 def json_calls(functions: Mapping[str, Mapping[str, Any]], arguments: str) -> list[str]:
-    """The rule `call` for calls that are one JSON object, with this key of the arguments."""
+    """The rule `call` of a format that writes a call as one JSON object, with this key of the
+    arguments."""
     calls = [
         {
             "type": "object",

@@ -25,7 +25,8 @@ class SeparateArguments:
     schema: Mapping[str, Any]
 
     def schemas(self) -> dict[str, object] | None:
-        """Schemas by argument name; None: any name may be; UsageError for other constraints."""
+        """Schemas by argument name; None if arguments may have any names; UsageError for other
+        constraints."""
         function = self._function
         self.require("its schema", function, _SUPPORTED)
         found: dict[str, object] = {key: {} for key in self.required}
@@ -78,7 +79,8 @@ _KNOWN: Final = frozenset(_NAMES.values())
 
 
 def resolved(schema: object, function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Resolve a reference to a definition of `function`; other schemas are unchanged."""
+    """Resolve a reference to one of the definitions in `function`, the schema of all arguments;
+    other schemas are unchanged."""
     for _ in range(_MOST_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
