@@ -5,7 +5,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Protocol
 
 from slipstream.core.request import Request
 
@@ -15,31 +14,20 @@ TILE_ROWS = 16
 PARTS = 4
 
 
-class StepForm(Protocol):
-    """How the engine lays out the rows of steps without prompts."""
-
-    def rows(self, requests: int, width: int, num_drafts: int) -> int:
-        """Number of rows of the target's pass.
-
-        Args:
-            requests: number of requests.
-            width: maximum number of draft tokens of a request.
-            num_drafts: number of draft tokens of all requests.
-        """
-
-    @property
-    def ends_chains(self) -> bool:
-        """Whether passes of the drafter have rows only for requests that still draft, so that it
-        saves time to end chains before their planned length."""
-
-
 @dataclass(frozen=True)
 class ExactForm:
-    """Each request has as many rows as it needs, without padding."""
+    """Each request has as many rows as it needs, without padding.
+
+    Attributes:
+        ends_chains: whether passes of the drafter have rows only for requests that still draft, so
+            that it saves time to end chains before their planned length.
+    """
 
     ends_chains = True
 
     def rows(self, requests: int, width: int, num_drafts: int) -> int:
+        """Number of rows of the target's pass, if no request drafts more than `width` tokens, and
+        all together draft `num_drafts`."""
         return requests + num_drafts
 
 
@@ -55,6 +43,7 @@ class CapturedForm:
         packs: whether steps are also captured with fewer rows than bucket * (width + 1), for
             requests with different numbers of draft tokens.
         sizes: the buckets except the largest; None: as `bucket_sizes` chooses.
+        ends_chains: see `ExactForm`.
     """
 
     max_requests: int
@@ -78,12 +67,17 @@ class CapturedForm:
         return self.widths[bisect_left(self.widths, most_drafts)]
 
     def rows(self, requests: int, width: int, num_drafts: int) -> int:
+        """See `ExactForm`; with padding."""
         totals = self.totals(self.bucket(requests), self.width(width))
         return totals[bisect_left(totals, requests + num_drafts)]
 
     def totals(self, bucket: int, width: int) -> Sequence[int]:
         """The numbers of rows that steps of this bucket and width are captured with, rising."""
         return row_totals(bucket, width) if self.packs else (bucket * (width + 1),)
+
+
+# How the engine lays out the rows of steps without prompts.
+StepForm = ExactForm | CapturedForm
 
 
 def bucket_sizes(most: int) -> list[int]:

@@ -26,7 +26,7 @@ Gains = Sequence[Sequence[float]]
 
 
 class StepCosts(Protocol):
-    """Estimates of the time that steps take; see `CostModel`."""
+    """Estimates of the time that steps take, learnt from what they took; see `CostModel`."""
 
     def draft_seconds(self, requests: int, width: int, context: int) -> float:
         """Time to draft `width` tokens for each request; `context` is the sum of their lengths."""
@@ -42,10 +42,6 @@ class StepCosts(Protocol):
 
     def host_seconds(self, requests: int) -> float:
         """Minimum time of a step that overlaps with the host's work; 0 if it does not."""
-
-
-class LearningCosts(StepCosts, Protocol):
-    """Costs that learn from what steps took; see `CostModel`."""
 
     def observe(self, report: StepReport) -> None:
         """Learn from the times of a step."""

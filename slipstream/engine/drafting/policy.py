@@ -29,7 +29,7 @@ from slipstream.core.request import Request
 from slipstream.core.step_form import StepForm, StepLimits
 from slipstream.engine.draft_policy import Candidate
 from slipstream.engine.drafting.acceptance import Acceptance, History, survivals
-from slipstream.engine.drafting.choice import Choice, CostTable, LearningCosts, choose
+from slipstream.engine.drafting.choice import Choice, CostTable, StepCosts, choose
 from slipstream.engine.drafting.lateness import Lateness
 from slipstream.engine.drafting.lookups import Lookups
 from slipstream.engine.drafting.pace import Pace
@@ -65,7 +65,7 @@ class AdaptivePolicy:
         self,
         limits: StepLimits,
         widths: Sequence[int],
-        costs: LearningCosts,
+        costs: StepCosts,
         form: StepForm,
         late_tokens: int = 0,
     ) -> None:
