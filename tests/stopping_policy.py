@@ -28,9 +28,7 @@ class StoppingPolicy(FixedPolicy):
 
     seen: list[tuple[ScheduledRequest, Committed]] = field(default_factory=list)
 
-    @property
-    def reads_confidences(self) -> bool:
-        return True
+    reads_confidences = True
 
     def plan(self, candidates: Sequence[Candidate]) -> Sequence[DraftPlan]:
         plans = super().plan(candidates)

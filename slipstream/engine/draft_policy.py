@@ -55,13 +55,11 @@ class FixedPolicy:
     num_speculative_tokens: int
     learn: Callable[[StepReport], None] | None = None
 
+    reads_confidences = False
+
     @property
     def widths(self) -> tuple[int, ...]:
         return tuple(sorted({0, self.num_speculative_tokens}))
-
-    @property
-    def reads_confidences(self) -> bool:
-        return False
 
     def plan(self, candidates: Sequence[Candidate]) -> Sequence[DraftPlan]:
         most = self.num_speculative_tokens

@@ -18,14 +18,13 @@ from slipstream.core.errors import UsageError
 from slipstream.core.structured import Advance, StructuredOutput
 from slipstream.engine.draft_guide import DraftGuide
 from slipstream.engine.finite_schema import has_finite_document
-from slipstream.engine.thought_guide import ThoughtGuide, ThoughtRows, allow
+from slipstream.engine.thought_guide import WORD_BITS, ThoughtGuide, ThoughtRows, allow, forbid
 from slipstream.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 MOST_COMPILED = 128
-WORD_BITS = 32
 # Enough for any JSON document, but a model cannot write spaces without end.
 WHITESPACE = r"\x20|\n[\x20\t]{0,16}"
 _ESCAPED = re.compile(r"\\.|/|\n", re.DOTALL)
@@ -60,7 +59,6 @@ class GrammarGuide(DraftGuide):
         self.matcher, self.withheld = matcher, withheld
 
     def advance(self, token: int) -> Advance:
-        """Consume a token of the output."""
         if not self.try_token(token):
             # A token that is merely not allowed is no error of the matcher.
             broken = self.matcher.get_error().splitlines()
@@ -69,20 +67,16 @@ class GrammarGuide(DraftGuide):
         return Advance.COMPLETE if self.complete else Advance.OPEN
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, as far as there is only one possibility."""
         return self.matcher.compute_ff_tokens()
 
     def try_token(self, token: int) -> bool:
-        """Advance by a token if it is allowed; returns whether it is."""
         return token not in self.withheld and self.matcher.try_consume_tokens([token]) == 1
 
     def leave(self) -> None:
-        """Go back by one token."""
         self.matcher.rollback(1)
 
     @property
     def complete(self) -> bool:
-        """Whether nothing can follow."""
         return self.matcher.is_stopped()
 
 
@@ -174,9 +168,7 @@ class Grammars:
         if chains:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(chains, *where)
         for guide, row, tokens in wanted:
-            for token in guide.withheld:
-                bit = torch.tensor(1 << token % WORD_BITS).to(torch.int32)
-                masks[row : row + len(tokens) + 1, token // WORD_BITS] &= ~bit
+            forbid(masks[row : row + len(tokens) + 1], guide.withheld)
 
     def _matcher(self, structured: StructuredOutput) -> "LLMatcher":
         """The compiled grammar in its initial state; samples get copies."""

@@ -1,7 +1,6 @@
 """Log probabilities of the target's raw logits, or the logits, for requests that ask for them."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,12 +15,8 @@ from slipstream.sampling.logits import TokenLogprobs
 _PROMPT_SLICE = 64  # prompt rows whose logits are in memory at once
 
 
-class Rate(Protocol):
-    """Log probabilities of a token in each of some rows; see `Launcher.rate`."""
-
-    def __call__(
-        self, rows: RatedRows, token_ids: Sequence[int], num_top: int, normalised: bool
-    ) -> TokenLogprobs: ...
+# (rows, a token of each, num_top, normalised) -> their log probabilities; see `Launcher.rate`.
+Rate = Callable[[RatedRows, Sequence[int], int, bool], TokenLogprobs]
 
 
 class LogprobReader:

@@ -4,7 +4,7 @@ After the reasoning the output follows a grammar, or is free. Reasoning is recog
 so grammars need not allow for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.core.structured import Advance, Thought
 from slipstream.engine.draft_guide import DraftGuide
 
-_WORD_BITS = 32
+WORD_BITS = 32
 _MOST_SPACES = 2  # tokens between the thought and what a grammar begins with
 
 
@@ -70,7 +70,6 @@ class ThoughtGuide(DraftGuide):
         self._states = [_State(Phase.THOUGHT if thought.begun else Phase.START)]
 
     def advance(self, token: int) -> Advance:
-        """Consume a token of the output."""
         state = self._state_after(self._states[-1], token)
         if state is None:
             self.problem = "the thought had to be closed, or must not end the output"
@@ -82,14 +81,12 @@ class ThoughtGuide(DraftGuide):
         return advance
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, as far as there is only one possibility."""
         state = self._states[-1]
         if self._due(state):
             return [self._thought.closing]
         return self.rest.forced() if state.phase is Phase.REST and self.rest is not None else []
 
     def try_token(self, token: int) -> bool:
-        """Advance by a token if it is allowed; returns whether it is."""
         state = self._state_after(self._states[-1], token)
         if state is None:
             return False
@@ -99,13 +96,11 @@ class ThoughtGuide(DraftGuide):
         return True
 
     def leave(self) -> None:
-        """Go back by one token."""
         if self._states.pop().moved and self.rest is not None:
             self.rest.leave()
 
     @property
     def complete(self) -> bool:
-        """Whether nothing can follow."""
         in_rest = self._states[-1].phase is Phase.REST and self.rest is not None
         return in_rest and self.rest is not None and self.rest.complete
 
@@ -169,15 +164,20 @@ class ThoughtGuide(DraftGuide):
             mask.zero_()
             allow(mask, [self._thought.closing])
         elif self.rest is not None:
-            for token in self._ends:
-                mask[token // _WORD_BITS] &= ~_bit(token)
+            forbid(mask, self._ends)
 
 
-def allow(mask: Tensor, tokens: Sequence[int]) -> None:
-    """Allow tokens in a mask: [words] int32."""
+def allow(masks: Tensor, tokens: Collection[int]) -> None:
+    """Allow tokens in masks: [..., words] int32."""
     for token in tokens:
-        mask[token // _WORD_BITS] |= _bit(token)
+        masks[..., token // WORD_BITS] |= _bit(token)
+
+
+def forbid(masks: Tensor, tokens: Collection[int]) -> None:
+    """Forbid tokens in masks: [..., words] int32."""
+    for token in tokens:
+        masks[..., token // WORD_BITS] &= ~_bit(token)
 
 
 def _bit(token: int) -> Tensor:
-    return torch.tensor(1 << token % _WORD_BITS).to(torch.int32)
+    return torch.tensor(1 << token % WORD_BITS).to(torch.int32)

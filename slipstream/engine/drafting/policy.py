@@ -69,7 +69,7 @@ class AdaptivePolicy:
         form: StepForm,
         late_tokens: int = 0,
     ) -> None:
-        self._most, self._widths = limits.num_speculative_tokens, tuple(widths)
+        self._most, self.widths = limits.num_speculative_tokens, tuple(widths)
         # The sizes of trees; empty for chains. All trees of a step have one size.
         self._sizes = tree_sizes(self._most) if limits.drafts_trees else ()
         self._choices = chosen_widths(limits, widths, form)
@@ -77,7 +77,7 @@ class AdaptivePolicy:
         # If all tokens come from one pass, nothing is saved by ending a chain, and the confidences
         # of later tokens do not take the earlier ones into account.
         by_one = not limits.drafts_at_once
-        self._reads_confidences = by_one if form.ends_chains else not self._sizes
+        self.reads_confidences = by_one if form.ends_chains else not self._sizes
         self.acceptance = Acceptance(limits.num_positions, self._sizes)
         self._tables: dict[tuple[int, int, int], CostTable] = {}
         self._choice, self._unit = Choice(0, (), 1.0, 1.0, 1.0), 1  # see `CostTable`
@@ -94,14 +94,6 @@ class AdaptivePolicy:
         passes = limits.lookup_passes
         self._lookups = None if passes is None else Lookups(self._most, passes)
         self._probes = Probes(self.acceptance, self._most, self._choices, form.ends_chains)
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return self._widths
-
-    @property
-    def reads_confidences(self) -> bool:
-        return self._reads_confidences
 
     # ------------------------------------------------------------------ the interface
 
