@@ -1,4 +1,4 @@
-"""CUDA graphs of passes over a few hundred rows, among them prompts.
+"""CUDA graphs of passes over a few hundred rows, among them prompts, and of last checkpoints.
 
 The host takes longer to launch the kernels of such a pass than the device takes to run them: 500
 rows of Qwen3-8B take 15 ms on an H200, and their launches 50. So exact passes of up to `MOST_ROWS`
@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.devices import upload
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.runner.graphs import Between, Recorder
+from slipstream.layers.delta_net import WaitingRows, waiting_inputs, waiting_rows
+from slipstream.runner.graphs import Between, Recorder, pass_on
 
 logger = logging.getLogger("slipstream")
 
@@ -111,7 +113,7 @@ class CapturedPasses:
         if key not in self._graphs and not self._capture(key, inputs, given):
             return None
         self._fill(size, inputs, given, rows, requests)
-        self._graphs[key](_nothing)
+        self._graphs[key](pass_on)
         # The next replay overwrites the buffers.
         return [result[:rows].clone() for result in self._results or ()]
 
@@ -132,7 +134,7 @@ class CapturedPasses:
                 for kept, result in zip(self._results, results, strict=True):
                     kept[: size.rows].copy_(result)
 
-            self._graphs[key] = self._record(call, _nothing)
+            self._graphs[key] = self._record(call, pass_on)
         except torch.OutOfMemoryError:
             logger.warning("no memory to capture passes of %d rows: they are launched", size.rows)
             self._too_large.add(key)
@@ -192,5 +194,48 @@ def _with_tensors(part: Any, give: Callable[[str, Tensor], Tensor], path: str = 
     return replace(part, **changes)
 
 
-def _nothing(value: Any) -> Any:
-    return value
+class CapturedSave:
+    """A graph that writes the last checkpoint of an ended request, one at a time. The host takes
+    longer to launch the kernels of all layers than the device to read the last tokens again.
+
+    Each has `num_rows` rows: those that do not wait are of a slot of padding, in whose place the
+    rest goes.
+
+    Args:
+        save: writes checkpoints.
+        num_rows: the most rows that may wait in a slot.
+        padding: a slot that no request has.
+        record: captures the call of `save` when it is needed for the first time.
+    """
+
+    def __init__(
+        self,
+        save: Callable[[WaitingRows], None],
+        num_rows: int,
+        padding: int,
+        device: torch.device,
+        record: Recorder,
+    ) -> None:
+        self._save, self._num_rows, self._padding, self._record = save, num_rows, padding, record
+        self._sizes = [len(it) for it in self._numbers(padding, 0, padding)]
+        self._given = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
+        self._graph: Callable[[Between], None] | None = None
+
+    def __call__(self, slot: int, count: int, place: int) -> None:
+        """Write the checkpoint at `place` with the first `count` rows that wait in a slot."""
+        if self._graph is None:
+            self._fill(self._padding, 0, self._padding)
+            self._graph = self._record(lambda _: self._run(), pass_on)
+        self._fill(slot, count, place)
+        self._graph(pass_on)
+
+    def _run(self) -> None:
+        self._save(waiting_inputs(torch.split(self._given, self._sizes), self._num_rows))
+
+    def _fill(self, slot: int, count: int, place: int) -> None:
+        numbers = [it for part in self._numbers(slot, count, place) for it in part]
+        self._given.copy_(upload(numbers, self._given.device))
+
+    def _numbers(self, slot: int, count: int, place: int) -> list[list[int]]:
+        counts = [count, self._num_rows - count]
+        return [[*it] for it in waiting_rows([slot, self._padding], counts, [place, self._padding])]

@@ -225,7 +225,7 @@ class GraphRunner:
             captured.last_columns = None  # in case the copy is interrupted
             captured.columns.copy_(upload(columns, self._state.device))
             captured.last_columns = columns
-        return captured.replay(_nothing if host is None else host.fill)
+        return captured.replay(pass_on if host is None else host.fill)
 
     def expect(self, uses: frozenset[Uses]) -> None:
         """Allocate the tensors that graphs of these features read. Ranks that replay graphs of one
@@ -325,10 +325,11 @@ class GraphRunner:
             batch = DeviceBatch.over(columns, key.width, key.uses, False, key.rows, key.shares)
             return function(batch) if host is None else function(batch, between)
 
-        replay = self._record(call, _nothing if host is None else host.buffers)
+        replay = self._record(call, pass_on if host is None else host.buffers)
         captured = self._graphs[key] = _Captured(columns, replay)
         return captured
 
 
-def _nothing(tensors: Any) -> Any:
+def pass_on(tensors: Any) -> Any:
+    """A `Between` for functions without a part of the host."""
     return tensors

@@ -13,8 +13,7 @@ from slipstream.layers.delta_net import WaitingRows, waiting_inputs, waiting_row
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.layers.stack import StreamAddends
 from slipstream.models.decoder import Decoder
-from slipstream.runner.captured_passes import CapturedPasses
-from slipstream.runner.captured_saves import CapturedSave
+from slipstream.runner.captured_passes import CapturedPasses, CapturedSave
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import Recorder
 from slipstream.runner.rows import PassRows, RowLayout, lay_out
