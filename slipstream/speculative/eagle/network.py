@@ -22,9 +22,9 @@ from slipstream.layers.parameters import Part
 from slipstream.layers.stack import Stack
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.config import head_reader, read_layers, wrapped_num_tokens
-from slipstream.speculative.heads.feature_rows import FeatureRowsDrafter
+from slipstream.speculative.heads.feature_rows import FeatureNetwork, FeatureRowsDrafter
 from slipstream.speculative.heads.kinds import DecoderHeadConfig, HeadParts
-from slipstream.speculative.heads.loading import HeadContext, HeadNetwork, load_network
+from slipstream.speculative.heads.loading import HeadContext, load_network
 from slipstream.speculative.heads.method import HeadMethod
 from slipstream.speculative.model_options import ModelKeys
 from slipstream.speculative.trees.drafter import TreeDrafter
@@ -47,7 +47,7 @@ def read_eagle1_config(checkpoint: HeadCheckpoint) -> DecoderHeadConfig:
     )
 
 
-class Eagle1Head(HeadNetwork):
+class Eagle1Head(FeatureNetwork):
     """Maps token ids and features to the lm_head's input, which is also the next feature."""
 
     def __init__(self, context: HeadContext, config: DecoderHeadConfig) -> None:
@@ -63,7 +63,6 @@ class Eagle1Head(HeadNetwork):
     def __call__(
         self, token_ids: Tensor, features: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
-        """token_ids [T], features [T, H] -> the lm_head's input and the next features, [T, H]."""
         x, _ = self._stack([self.embedded(token_ids, inputs), features], inputs, caches)
         return x, x
 

@@ -29,9 +29,9 @@ from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.config import head_reader, is_wrapped, read_layers
-from slipstream.speculative.heads.feature_rows import FeatureRowsDrafter
+from slipstream.speculative.heads.feature_rows import FeatureNetwork, FeatureRowsDrafter
 from slipstream.speculative.heads.kinds import StreamHeadConfig, stream_fields, width_problem
-from slipstream.speculative.heads.loading import HeadContext, HeadNetwork, load_network
+from slipstream.speculative.heads.loading import HeadContext, load_network
 from slipstream.speculative.heads.method import HeadMethod
 from slipstream.speculative.model_options import ModelKeys
 from slipstream.speculative.trees.drafter import TreeDrafter
@@ -215,8 +215,8 @@ def head_layers(config: Eagle3Config) -> list[LayerSpec]:
     return [replace(first, norms=norms), *others]
 
 
-class Eagle3Head(HeadNetwork):
-    """(tokens, features) to what enters the lm_head and the next feature."""
+class Eagle3Head(FeatureNetwork):
+    """The layers, and the fusion of the streams that they read."""
 
     def __init__(self, context: HeadContext, config: Eagle3Config) -> None:
         super().__init__(context, config)
@@ -236,7 +236,6 @@ class Eagle3Head(HeadNetwork):
     def __call__(
         self, token_ids: Tensor, features: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
-        """token_ids [T], features [T, H] -> (what enters the lm_head, next features), [T, H]."""
         sources = [self.embedded(token_ids, inputs), features]
         normed, streams = self._stack(sources, inputs, caches, self._wanted)
         return normed, streams[0] if streams else normed

@@ -42,7 +42,7 @@ from slipstream.speculative.gemma4_assistant.config import (
     read_assistant_config,
     target_layer,
 )
-from slipstream.speculative.heads.checkpoint import HeadCheckpoint, fill
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.last_hidden import LastHiddenDrafter
 from slipstream.speculative.heads.loading import HeadContext, load_head
 from slipstream.speculative.heads.method import Head, HeadMethod
@@ -75,13 +75,12 @@ def _read_ordering(
             f"{checkpoint.path} asks for use_ordered_embeddings, and needs a tensor {_ORDERING} of "
             f"{vocab} integers"
         )
-    ordering = torch.empty(entry.shape, dtype=entry.dtype)
-    fill(entry, ordering)
-    if not torch.equal(ordering.long().sort().values, torch.arange(vocab)):
+    ordering = checkpoint.integers(_ORDERING)
+    if not torch.equal(ordering.sort().values, torch.arange(vocab)):
         raise CheckpointError(
             f"tensor {_ORDERING} in {checkpoint.path} must hold every token id once"
         )
-    return ordering.long().to(options.device)
+    return ordering.to(options.device)
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:

@@ -14,7 +14,7 @@ buffers are half full.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,6 @@ from slipstream.cache.spec import LayerCache, ModelCache
 from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.kernels.devices import upload
 from slipstream.kernels.pass_inputs import CAUSAL, PassInputs, Visibility
-from slipstream.layers.adapters import AdapterSlots
-from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.runner.captured_passes import MOST_ROWS, CapturedPasses
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.excerpts import Excerpt, ExcerptSizes, whole
@@ -32,40 +30,26 @@ from slipstream.runner.model_runner import Forward
 from slipstream.runner.rows import PassRows, RowLayout, lay_out
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources
+from slipstream.speculative.heads.loading import HeadNetwork
 from slipstream.speculative.heads.method import Head
 
 FIRST_ROW = 1  # the first token that has a row
 _FROM_FIRST_ROW = Visibility(first_seen=FIRST_ROW)
 
 
-class FeatureNetwork(Protocol):
-    """The network of such a drafter.
-
-    Attributes:
-        feature_size: F, the size of a token's feature.
-        adapters: slots for LoRA adapters; None: there are none.
-        head: the lm_head, over the tokens that may be drafted.
-    """
-
-    @property
-    def feature_size(self) -> int: ...
-
-    @property
-    def adapters(self) -> AdapterSlots | None: ...
-
-    @property
-    def head(self) -> LanguageModelHead: ...
-
-    def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
-        """Use the target's embedding and head if the checkpoint has none."""
+class FeatureNetwork(HeadNetwork):
+    """The network of such a drafter."""
 
     def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
-        """[T, F], the features of rows of the target's pass (`Forward`)."""
+        """The features [T, F] of rows of a target pass, from hidden [T, target width] after its
+        final norm, and the streams of the layers that this head reads, of equal shape."""
+        return hidden
 
     def __call__(
         self, token_ids: Tensor, features: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
-        """token_ids [T], features [T, F] -> the head's input [T, H], the next features [T, F]."""
+        """token_ids [T], features [T, F] -> the lm_head's input [T, H], the next features."""
+        raise NotImplementedError
 
 
 class FeatureRowsDrafter(Drafter):

@@ -123,11 +123,6 @@ class HeadNetwork:
         """Number of ranks over which the columns of `head` are split."""
         return self.head.columns.num_ranks
 
-    def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
-        """The features [T, F] of rows of a target pass, from hidden [T, target width] after its
-        final norm, and the streams of the layers that this head reads, of equal shape."""
-        return hidden
-
 
 def _same(own: Weight, other: Weight) -> bool:
     """Whether two embedding tables are equal, whatever their storage formats."""
@@ -225,9 +220,7 @@ def _read_draft_ids(
             f"tensor {DRAFT_IDS} in {checkpoint.path} must hold {draft_vocab_size} integers, one "
             f"for each token of the draft vocabulary, not {list(entry.shape)} of {entry.dtype}"
         )
-    offsets = torch.empty(entry.shape, dtype=entry.dtype)
-    fill(entry, offsets)
-    ids = torch.arange(draft_vocab_size) + offsets.long()
+    ids = torch.arange(draft_vocab_size) + checkpoint.integers(DRAFT_IDS)
     if bool((ids < 0).any()) or bool((ids >= vocab_size).any()):
         raise CheckpointError(
             f"tensor {DRAFT_IDS} in {checkpoint.path} leads to token ids from {int(ids.min())} to "

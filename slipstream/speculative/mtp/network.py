@@ -17,7 +17,7 @@ are stored by slot in the blocks, with their keys and values.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -29,15 +29,19 @@ from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import InputProjection, Norm
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.layer import BuildContext
-from slipstream.layers.linear import Linear, column_linear
+from slipstream.layers.linear import column_linear
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import RopeTables
 from slipstream.layers.stack import Stack
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.drafter import Drafter, DrafterResources
-from slipstream.speculative.heads.feature_rows import FIRST_ROW, FeatureRowsDrafter
-from slipstream.speculative.heads.loading import HeadContext, HeadNetwork, load_head
+from slipstream.speculative.heads.feature_rows import (
+    FIRST_ROW,
+    FeatureNetwork,
+    FeatureRowsDrafter,
+)
+from slipstream.speculative.heads.loading import HeadContext, load_head
 from slipstream.speculative.heads.method import Head, HeadMethod
 from slipstream.speculative.model_options import ModelKeys
 from slipstream.speculative.mtp.config import ModuleNames, MtpCheckpoint, MtpConfig, read_mtp_config
@@ -46,7 +50,6 @@ from slipstream.speculative.mtp.config import ModuleNames, MtpCheckpoint, MtpCon
 def load_mtp(
     checkpoint: MtpCheckpoint, config: MtpConfig, target: DecoderConfig, options: LoadOptions
 ) -> "MtpHead":
-
     copies, stored = _copies(checkpoint, config), checkpoint.quantization
     build = partial(MtpHead, config=config)
     return load_head(checkpoint, target, options, build, ignored=copies, stored=stored)
@@ -69,31 +72,20 @@ def _copies(checkpoint: MtpCheckpoint, config: MtpConfig) -> list[str]:
     return found
 
 
-@dataclass(frozen=True)
-class MtpEnds:
-    """The norms and the projection before and after a module's decoder layer.
-
-    Attributes:
-        norms: the norms of the projection's two inputs, in its order.
-    """
-
-    norms: tuple[Norm, Norm]
-    projection: Linear
-    last: Norm
-
-    @staticmethod
-    def read(source: ParameterSource, config: MtpConfig, names: ModuleNames) -> "MtpEnds":
-        width, norms = config.layers.hidden_size, config.norms
-        embedding = norms.load(source, names.embedding_norm, width)
-        feature = norms.load(source, names.feature_norm, width)
-        part = Part(names.projection, width)
-        projection = column_linear(source, [part], 2 * width, False)
-        last = norms.load(source, names.final_norm, width)
-        both = (feature, embedding) if config.style.feature_first else (embedding, feature)
-        return MtpEnds(both, projection, last)
+def _read_ends(
+    source: ParameterSource, config: MtpConfig, names: ModuleNames
+) -> tuple[InputProjection, Norm]:
+    """What a module has before and after its decoder layer."""
+    width, norms = config.layers.hidden_size, config.norms
+    embedding = norms.load(source, names.embedding_norm, width)
+    feature = norms.load(source, names.feature_norm, width)
+    projection = column_linear(source, [Part(names.projection, width)], 2 * width, False)
+    last = norms.load(source, names.final_norm, width)
+    both = (feature, embedding) if config.style.feature_first else (embedding, feature)
+    return InputProjection(projection.product, both), last
 
 
-class MtpHead(HeadNetwork):
+class MtpHead(FeatureNetwork):
     """Maps token ids and features to the lm_head's input, which is also the next feature."""
 
     def __init__(self, context: HeadContext, config: MtpConfig) -> None:
@@ -108,14 +100,13 @@ class MtpHead(HeadNetwork):
         ropes = RopeTables(options.max_positions, options.device, shifted=True)
         slots = context.adapters
         built = BuildContext(context.source, layers.hidden_size, ropes, adapters=slots)
-        all_ends: dict[str, MtpEnds] = {}  # Qwen's modules share all but the layer
+        known: dict[str, tuple[InputProjection, Norm]] = {}  # Qwen's share all but the layer
         self._modules: list[Stack] = []
         for spec, names in zip(layers.layers, config.modules, strict=True):
-            ends = all_ends.get(names.projection) or MtpEnds.read(context.source, config, names)
-            all_ends[names.projection] = ends
+            ends = known.get(names.projection) or _read_ends(context.source, config, names)
+            known[names.projection] = entry, last = ends
             layer = replace(spec, norms=config.norms).build(built, names.layer)
-            entry = InputProjection(ends.projection.product, ends.norms)
-            self._modules.append(Stack(context.ops, [layer], ends.last, entry))
+            self._modules.append(Stack(context.ops, [layer], last, entry))
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         super().share(embedding, head)
@@ -127,8 +118,7 @@ class MtpHead(HeadNetwork):
     def __call__(
         self, token_ids: Tensor, features: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
-        """Run the first module: token_ids [T], features [T, H] -> its output [T, H], which is both
-        the head's input and the next features."""
+        """Run the first module."""
         following = self.run(0, token_ids, features, inputs, caches[0])
         return following, following
 
