@@ -10,6 +10,7 @@ from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.loading import ProgressBar, no_progress_bar
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.speculative.options import read_target_config
+from slipstream.train.files import comes_from
 from slipstream.train.generation import generate_answers, require_enough
 from slipstream.train.plan import make_writable
 from slipstream.train.sequences import Sequences, encode, pack
@@ -95,10 +96,10 @@ class Data:
         # More time for answers makes more sequences of the same answers and others.
         minutes = self._settings.generate_minutes
         source = self.source if minutes is None else f"{self.source} {minutes:g}"
-        found = Sequences.made_from(file, source) if file.is_file() else None
-        if found is None:
-            found = self._pack(answers, progress_bar)
-            found.save(file, source)
+        if comes_from(file, source):
+            return Sequences.load(file)
+        found = self._pack(answers, progress_bar)
+        found.save(file, source)
         return found
 
     def _pack(self, answers: Path, progress_bar: ProgressBar) -> Sequences:

@@ -1,6 +1,6 @@
-"""Small language models in training: drafters that read nothing of the target."""
+"""Draft models in training: small language models, which read nothing of the target."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,11 @@ from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import CheckpointSource, TensorSource
 from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.speculative.catalogue import DRAFTING_KEYS
+from slipstream.train.batches import TrainingBatch
+from slipstream.train.chain import ChainRecipe, DraftPosition
 from slipstream.train.dense import DENSE, DenseContext
 from slipstream.train.files import copy_tokenizer
+from slipstream.train.losses import Agreement, agreement
 from slipstream.train.parameters import RandomSource
 from slipstream.train.plan import RunPlan
 from slipstream.train.recipe import LAYER_OPTIONS, Recipe, dense_config
@@ -85,6 +88,34 @@ class LanguageModelRecipe(Recipe[DecoderConfig]):
 
     def published(self) -> dict[str, Tensor]:
         return dict(self.trained.named())
+
+
+class DraftRecipe(LanguageModelRecipe, ChainRecipe[DecoderConfig]):
+    """A draft model in training, by self-distillation (Zhou et al. 2023, arXiv 2310.08461): KL
+    against the target's distribution at every token, best over text that the target wrote itself
+    (`--generate`)."""
+
+    METHOD = "draft_model"
+    NUM_DRAFT_TOKENS = 4
+
+    def logits(self, batch: TrainingBatch) -> Tensor:
+        """[B * S, V]."""
+        positions = torch.arange(batch.shape[1], device=batch.token_ids.device)
+        return self.next_logits(batch.token_ids, positions, None)
+
+    def positions(self, batch: TrainingBatch) -> Iterable[DraftPosition]:
+        """The first position; later ones are learned as the first ones of later drafts."""
+        yield DraftPosition(self.logits(batch), batch.predictions, batch.weight.flatten())
+
+    def evaluate(self, batch: TrainingBatch) -> tuple[list[Agreement], Tensor]:
+        found = agreement(self.logits(batch), batch.predictions)
+        weight = torch.ones_like(found.greedy)
+        positions = []
+        for count in range(self.num_draft_tokens):
+            greedy, sampled = (batch.shifted(x, count) for x in (found.greedy, found.sampled))
+            positions.append(Agreement(greedy, sampled))
+            weight = weight * batch.shifted(batch.weight.flatten(), count)
+        return positions, weight
 
 
 def initial_checkpoint(plan: RunPlan) -> Checkpoint | None:

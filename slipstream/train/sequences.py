@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.core.errors import UsageError, counted
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.train.files import SOURCE, comes_from, read_tensors, write_tensors
+from slipstream.train.files import SOURCE, read_tensors, write_tensors
 from slipstream.train.texts import TextEntry
 
 _IDS, _LEARNED = "token_ids", "learned"
@@ -84,11 +84,6 @@ class Sequences:
         """Read what `save` wrote; raises CheckpointError for another or a damaged file."""
         tensors = read_tensors(file, (_IDS, _LEARNED))
         return Sequences(tensors[_IDS], tensors[_LEARNED].bool())
-
-    @staticmethod
-    def made_from(file: Path, source: str) -> "Sequences | None":
-        """Read a file if it is whole and was made from the same data."""
-        return Sequences.load(file) if comes_from(file, source) else None
 
 
 def encode(entries: Iterable[TextEntry], tokenizer: Tokenizer) -> Iterator[Document]:

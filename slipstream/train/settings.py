@@ -17,7 +17,7 @@ from slipstream.core.flags import (
 
 RECIPES = {
     "dflash": ("recipe_dflash.DFlashRecipe", "a DFlash drafter: a block of tokens in one pass."),
-    "draft": ("recipe_draft.DraftRecipe", "a draft model: a small language model."),
+    "draft": ("language_model.DraftRecipe", "a draft model: a small language model."),
     "eagle3": ("recipe_eagle3.Eagle3Recipe", "an EAGLE-3 head: one layer over target features."),
     "medusa": ("recipe_medusa.MedusaRecipe", "Medusa heads: one head per draft position."),
     "mtp": ("recipe_mtp.MtpRecipe", "an MTP module: one layer over the last hidden state."),

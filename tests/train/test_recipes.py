@@ -14,9 +14,9 @@ from slipstream.core.errors import UsageError
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.speculative.catalogue import recognise
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
+from slipstream.train.language_model import DraftRecipe
 from slipstream.train.parallel import dropped_rows, sampled_rows
 from slipstream.train.recipe import recipe_class
-from slipstream.train.recipe_draft import DraftRecipe
 from slipstream.train.recipe_medusa import MedusaRecipe
 from slipstream.train.recipe_pard import PardRecipe
 from slipstream.train.run import run_training
