@@ -21,6 +21,7 @@ from slipstream.core.errors import RanksLostError
 from slipstream.kernels.inboxes import Inboxes
 from slipstream.kernels.norm import UnreducedSum
 from slipstream.kernels.registry import kernels_for
+from slipstream.layers.expert_pool import in_order
 from slipstream.layers.parameters import Share
 from slipstream.runner.peer_memory import connect_inboxes
 
@@ -139,11 +140,7 @@ class Collectives:
 
     def reduce(self, mine: Tensor) -> Tensor:
         """All-reduce: the sum in the order of the ranks, in float32, rounded once."""
-        found = self.all_gather(mine)
-        total = found[0].float()
-        for other in found[1:]:
-            total += other
-        return total.to(mine.dtype)
+        return in_order(self.all_gather(mine))
 
     def gather(self, mine: Tensor) -> Tensor:
         """[T, n] of each rank -> [T, size n]."""
