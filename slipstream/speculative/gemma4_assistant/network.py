@@ -44,7 +44,7 @@ from slipstream.speculative.gemma4_assistant.config import (
 )
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.last_hidden import LastHiddenDrafter
-from slipstream.speculative.heads.loading import HeadContext, load_head
+from slipstream.speculative.heads.loading import DraftingNetwork, HeadContext, load_head
 from slipstream.speculative.heads.method import Head, HeadMethod
 from slipstream.speculative.model_options import ModelKeys
 
@@ -116,11 +116,8 @@ class SomeLogits:
         return everywhere.scatter(1, tokens, logits)
 
 
-class AssistantNetwork:
+class AssistantNetwork(DraftingNetwork):
     """Maps token ids and hidden states to the lm_head's input and the next hidden states."""
-
-    vocabulary: Tensor | None = None
-    num_ranks = 1
 
     def __init__(
         self,
@@ -155,7 +152,6 @@ class AssistantNetwork:
         self._suppressed = torch.tensor(config.suppressed, dtype=torch.int64, device=device)
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
-        """Use the target's embedding."""
         self._embedding = embedding
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -6,35 +6,34 @@ up after rejected drafts or steps without drafts.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.core.batch import Batch
-from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources
+from slipstream.speculative.heads.loading import DraftingNetwork
 from slipstream.speculative.heads.method import Head
 
 FEATURES = "the last hidden state of one token, after the final norm"
 
 
-class LastHiddenNetwork(Protocol):
+class LastHiddenNetwork(DraftingNetwork):
     """A network that drafts from one hidden state, and possibly earlier draft tokens."""
-
-    def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
-        """Use the target's embedding or lm_head where the checkpoint has none."""
 
     def start(self, hidden: Tensor, count: int) -> Tensor:
         """hidden [R, H] -> the state before the first of `count` tokens."""
+        raise NotImplementedError
 
     def logits(self, index: int, state: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [R, V] float32 of draft token `index`, after `last_tokens` [R] (the target's ids),
         and the next state."""
+        raise NotImplementedError
 
 
 class LastHidden:

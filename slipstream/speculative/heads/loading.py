@@ -66,17 +66,35 @@ class HeadContext:
         return build_layers(config.layers if specs is None else specs, built)
 
 
-class HeadNetwork:
-    """A drafting head, with its own embedding and lm_head if the checkpoint has them.
+class DraftingNetwork:
+    """The network of a head.
 
     Attributes:
+        vocabulary: [num_legal_tokens] int64, rising: the target's token id of each column of its
+            logits; None: column i is token i.
+        num_legal_tokens: number of columns that are tokens; further columns are padding.
         adapters: slots for LoRA adapters of its layers; None: there are none.
-        feature_size: F, the size of the features that are kept of each target token.
-        vocabulary: [num_legal_tokens] int64, rising: the token id of each column of the lm_head;
-            None if column i is token i.
     """
 
     vocabulary: Tensor | None = None
+    num_legal_tokens: int
+    adapters: AdapterSlots | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks over which the columns are split equally."""
+        return 1
+
+    def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
+        """Use the target's embedding and lm_head where the checkpoint has none."""
+
+
+class HeadNetwork(DraftingNetwork):
+    """A drafting head, with its own embedding and lm_head if the checkpoint has them.
+
+    Attributes:
+        feature_size: F, the size of the features that are kept of each target token.
+    """
 
     def __init__(
         self,
@@ -120,7 +138,6 @@ class HeadNetwork:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks over which the columns of `head` are split."""
         return self.head.columns.num_ranks
 
 

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 from slipstream.cache.spec import CacheLayout
 from slipstream.core.errors import CheckpointError, UsageError
@@ -18,28 +17,10 @@ from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.drafter import Drafter, DrafterResources, LoadedDrafter
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.kinds import HeadConfig
-from slipstream.speculative.heads.loading import HeadNetwork
+from slipstream.speculative.heads.loading import DraftingNetwork
 from slipstream.speculative.model_options import ModelKeys, ModelOptions, read_model_options
 from slipstream.speculative.options import Options, TargetModel
 from slipstream.speculative.trees.shapes import TokenTree, require_fit
-
-
-class DraftingNetwork(Protocol):
-    """The interface of a head's network: the tokens of its logits.
-
-    Attributes:
-        vocabulary: [num_legal_tokens] int64, rising: the target's token id of each column of its
-            logits; None: column i is token i.
-        num_legal_tokens: number of columns that are tokens; further columns are padding.
-        num_ranks: number of ranks over which the columns are split equally.
-    """
-
-    vocabulary: Tensor | None
-    num_legal_tokens: int
-
-    @property
-    def num_ranks(self) -> int: ...
-
 
 C = TypeVar("C", bound=HeadConfig)
 N = TypeVar("N", bound=DraftingNetwork)
@@ -146,13 +127,12 @@ class HeadMethod(Generic[C, N]):
             require_fit(tree, network.num_legal_tokens, shape)
             build = partial(self.tree_drafter, head, tree)
             limits = replace(limits, tree_depth=tree.depth)
-        adapters = network.adapters if isinstance(network, HeadNetwork) else None
         return LoadedDrafter(
             build=build,
             limits=limits,
             needs=config.needs(shape),
             layout=head.layout,
-            adapters=adapters,
+            adapters=network.adapters,
         )
 
     def _open(self, options: ModelOptions, target: TargetModel) -> HeadCheckpoint:

@@ -20,7 +20,7 @@ from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
-from slipstream.speculative.heads.last_hidden import LastHiddenDrafter
+from slipstream.speculative.heads.last_hidden import LastHiddenDrafter, LastHiddenNetwork
 from slipstream.speculative.heads.loading import HeadContext, load_head
 from slipstream.speculative.heads.method import HeadMethod
 from slipstream.speculative.medusa import own_head
@@ -44,13 +44,8 @@ def load_medusa(
     return load_head(checkpoint, target, options, partial(MedusaHeads, shape=shape), (TOKEN_MAP,))
 
 
-class MedusaHeads:
-    """Computes the logits of several tokens from one hidden state.
-
-    Attributes:
-        vocabulary: [Vq] int64, rising: the token id of each logit; None if logit i is token i.
-        num_legal_tokens: size of the draft vocabulary, Vq.
-    """
+class MedusaHeads(LastHiddenNetwork):
+    """Computes the logits of several tokens from one hidden state."""
 
     def __init__(self, context: HeadContext, shape: MedusaShape) -> None:
         source, options = context.source, context.options
@@ -67,7 +62,6 @@ class MedusaHeads:
         self._heads = [self._chosen(self._read_head(source, name)) for name in names]
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
-        """Use the target's lm_head if the checkpoint has none."""
         if self._shape.heads == "target":
             head = self._chosen(head)
             self._heads = [head]
@@ -76,7 +70,6 @@ class MedusaHeads:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks over which the columns of the lm_heads are split."""
         return self._heads[0].columns.num_ranks
 
     def start(self, hidden: Tensor, count: int) -> Tensor:
@@ -90,7 +83,6 @@ class MedusaHeads:
         return logits.view(count, len(hidden), -1)
 
     def logits(self, index: int, state: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [R, Vq] float32 of draft token `index`, and the unchanged state."""
         if self._shape.heads == "own":
             return self._heads[index](state[index]), state
         return state[index], state

@@ -31,7 +31,11 @@ from slipstream.models.loading import LoadOptions
 from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.kinds import HeadConfig, vocabulary_problem
-from slipstream.speculative.heads.last_hidden import FEATURES, LastHiddenDrafter
+from slipstream.speculative.heads.last_hidden import (
+    FEATURES,
+    LastHiddenDrafter,
+    LastHiddenNetwork,
+)
 from slipstream.speculative.heads.loading import HeadContext, load_head
 from slipstream.speculative.heads.method import HeadMethod
 
@@ -147,16 +151,8 @@ def _copies(config: MLPSpeculatorConfig, checkpoint: MLPSpeculatorCheckpoint) ->
     return found
 
 
-class MLPSpeculator:
-    """Computes the logits of several tokens in turn, from one hidden state and the last token.
-
-    Attributes:
-        vocabulary: None, as logit i is token i.
-        num_legal_tokens: number of logits.
-    """
-
-    vocabulary: Tensor | None = None
-    num_ranks = 1
+class MLPSpeculator(LastHiddenNetwork):
+    """Computes the logits of several tokens in turn, from one hidden state and the last token."""
 
     def __init__(self, context: HeadContext, config: MLPSpeculatorConfig) -> None:
         self._ops, self._config, self._dtype = context.ops, config, context.options.dtype
@@ -165,18 +161,13 @@ class MLPSpeculator:
         self._token_weight = sqrt((1 - self._state_weight**2) * config.inner_dim / 2)
         self._steps = _read_steps(context.ops, context.source, config)
 
-    def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
-        """Does nothing: the network has its own embeddings and lm_heads."""
-
     def start(self, hidden: Tensor, count: int) -> Tensor:
-        """hidden [R, emb_dim] -> the first state."""
         if not self._config.scale_input:
             return hidden.to(self._dtype)
         scaled = F.rms_norm(hidden.float(), (self._config.emb_dim,), eps=EPS) / sqrt(2)
         return scaled.to(self._dtype)
 
     def logits(self, index: int, state: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [R, V] float32 of draft token `index`, after `last_tokens` [R]; the next state."""
         step = self._steps[index]
         mixed = self._ops.logits(state, step.projection) * self._state_weight
         mixed = mixed + step.embedding(last_tokens).float() * self._token_weight
