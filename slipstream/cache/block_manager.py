@@ -111,7 +111,6 @@ class BlockManager:
         return self._tables.keys()
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks `num_tokens` tokens take."""
         return -(-num_tokens // self.block_size)
 
     def table(self, request_id: str) -> Sequence[int]:
@@ -312,24 +311,20 @@ class BlockManager:
         return NO_PLACE if self._states is None else self._states.latest(request_id)
 
     def chunk_end(self, request_id: str, start: int, end: int) -> int:
-        """See `StatePlaces.chunk_end`."""
         return end if self._states is None else self._states.chunk_end(request_id, start, end)
 
     def plan_checkpoint(
         self, request_id: str, most_tokens: int, num_before: int | None = None
     ) -> int:
-        """See `StatePlaces.plan`."""
         if self._states is None:
             return NO_PLACE
         return self._states.plan(request_id, most_tokens, num_before)
 
     def commit_states(self, request_id: str, num_tokens: int, num_accepted: int) -> None:
-        """See `StatePlaces.commit`."""
         if self._states is not None:
             self._states.commit(request_id, num_tokens, num_accepted)
 
     def take_last_checkpoints(self) -> tuple[LastCheckpoint, ...]:
-        """See `StatePlaces.take_last`."""
         return () if self._states is None else self._states.take_last()
 
     # ------------------------------------------------------------------ invariants

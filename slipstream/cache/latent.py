@@ -59,5 +59,4 @@ class LatentPool:
     def keep_path(
         self, tables: RequestTables, slots: Tensor, roots: Tensor, path: Tensor, counts: Tensor
     ) -> None:
-        """See `CachePool.keep_path`."""
         self._preparation.keep_path(tables, slots, roots, path, counts, self.pages)

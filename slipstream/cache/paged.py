@@ -40,7 +40,6 @@ class KVSpec:
 
     @property
     def stored_dim(self) -> int:
-        """See `kernels.attention.stored_dim`."""
         return stored_dim(self.head_dim, self.dtype)
 
     @property
@@ -83,5 +82,4 @@ class KVPool:
     def keep_path(
         self, tables: RequestTables, slots: Tensor, roots: Tensor, path: Tensor, counts: Tensor
     ) -> None:
-        """See `CachePool.keep_path`."""
         self._preparation.keep_path(tables, slots, roots, path, counts, self.pages, self._windowed)

@@ -82,7 +82,6 @@ class RecurrentPool:
         raise AssertionError("a state follows one chain of tokens")
 
     def begin(self, slots: Sequence[int], places: Sequence[int]) -> None:
-        """See `StatePool.begin`."""
         for slot, place in zip(slots, places, strict=True):
             for kept in (self.states, self.windows):
                 kept[:, slot] = kept[:, place] if place >= 0 else 0

@@ -134,7 +134,6 @@ class CacheLayout:
 
     @property
     def windowed_bytes_per_token(self) -> int:
-        """The part of `bytes_per_token` of layers with a window."""
         return sum(spec.bytes_per_token for spec in self._windowed)
 
     def window(self, longest: int) -> int | None:
@@ -189,7 +188,6 @@ class ModelCache:
     def keep_path(
         self, tables: RequestTables, slots: Tensor, roots: Tensor, path: Tensor, counts: Tensor
     ) -> None:
-        """See `CachePool.keep_path`."""
         for pool in self._pools:
             pool.keep_path(tables, slots, roots, path, counts)
 

@@ -63,7 +63,6 @@ class _Held:
     planned: deque[int] = field(default_factory=deque)
 
     def places(self) -> list[int]:
-        """All places that it holds."""
         places = (self.latest, self.written, self.spare, *self.planned)
         return [place for place in places if place != NO_PLACE]
 
@@ -98,7 +97,6 @@ class StatePlaces:
         self._staying: set[int] = set()  # checkpoints that do not move along with a request
 
     def forget_contents(self) -> None:
-        """See `BlockPool`."""
         self._pool.forget_contents()
 
     @property

@@ -63,7 +63,6 @@ class WindowBlocks:
         self._reserved = 0
 
     def forget_contents(self) -> None:
-        """See `BlockPool`."""
         self._pool.forget_contents()
 
     @property

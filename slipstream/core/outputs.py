@@ -162,7 +162,6 @@ class RequestMetrics:
 
     @property
     def mean_draft_tokens(self) -> float:
-        """Mean number of draft tokens of steps with output tokens."""
         return self.num_draft_tokens / max(sum(self.num_steps_by_draft_tokens), 1)
 
     @property

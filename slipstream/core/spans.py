@@ -37,7 +37,6 @@ def end_of_spans(spans: Sequence[Span]) -> int:
 
 
 def texts_between(spans: Sequence[Span], token_ids: Sequence[int]) -> list[Sequence[int]]:
-    """The tokens before, between and after spans."""
     starts = [0, *(span.end for span in spans)]
     ends = [*(span.start for span in spans), len(token_ids)]
     return [token_ids[start:end] for start, end in zip(starts, ends, strict=True)]

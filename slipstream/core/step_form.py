@@ -155,7 +155,6 @@ class StepLimits:
         return self.num_speculative_tokens if self.drafts_trees and acceptable > 0 else acceptable
 
     def drafts(self, request: Request) -> bool:
-        """Whether this request may have drafts."""
         return min(request.num_speculative_tokens, self.num_speculative_tokens) > 0
 
     def namespace(self, request: Request) -> str:

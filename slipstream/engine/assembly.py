@@ -60,7 +60,6 @@ def assemble(
     ranks: Ranks,
     images: ImageReader,
 ) -> Engine:
-    """Build the engine from loaded models."""
     limits, shape, needs = resolved.limits, network.config, loaded_drafter.needs
     division, form = divide(ranks, resolved, network.pool), step_form(resolved, config)
     state, sampling = _device_states(config, resolved, network)

@@ -75,7 +75,6 @@ class Detokenizer:
 
     @property
     def has_stops(self) -> bool:
-        """Whether a stop string may end the text."""
         return bool(self._stop)
 
     def finish(self) -> None:

@@ -107,7 +107,6 @@ def image_reader(
     tower: ImageTower | None,
     tokenizer: Tokenizer | None,
 ) -> ImageReader:
-    """Make the reader of images in prompts."""
     if family is None or tower is None:
         return _none(resolved)
     limits = resolved.limits

@@ -70,14 +70,10 @@ class _Placed(TypedDict, total=False):
 
 
 class TextPrompt(_Placed):
-    """A prompt as text."""
-
     prompt: str
 
 
 class TokensPrompt(_Placed):
-    """A prompt as token ids."""
-
     prompt_token_ids: Sequence[int]
 
 

@@ -142,7 +142,6 @@ class Submission:
         return all(sample.request.finished for sample in self.samples)
 
     def count(self, gained: Committed, step: StepEstimate) -> None:
-        """Count one step of one sample in the metrics."""
         if not gained.token_ids:
             return
         self.metrics.num_steps += 1

@@ -71,7 +71,6 @@ class AdapterSlots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
         return sum(it.nbytes for it in self._all)
 
     def matrix(self, parts: Sequence[Part], columns: int) -> LowRank:

@@ -45,7 +45,6 @@ class ExpertPool:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return self.share.size
 
     def join(self, mixture: PooledExperts) -> None:

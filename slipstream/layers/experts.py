@@ -187,7 +187,6 @@ class Experts:
     def apply(
         self, ops: Ops, entering: SublayerInput, inputs: PassInputs
     ) -> tuple[SublayerOutput, Tensor]:
-        """See `FeedForward`."""
         addend, residual, _ = entering
         if self._pool is None:
             output, stream = ops.experts(addend, residual, self._parts)
@@ -203,7 +202,6 @@ class Experts:
         return self._pool.own(partial, len(stream), ops.sums_addends), stream
 
     def assist(self, ops: Ops, num_rows: int) -> None:
-        """See `PooledExperts`."""
         nothing = self._parts.router.weight[:0]
         assert self._pool is not None
         self._pool.own(self._partial(ops, nothing, num_rows), 0, ops.sums_addends)

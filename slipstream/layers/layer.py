@@ -147,7 +147,6 @@ class LayerSpec:
         return tuple(it for it in (self.mixer, self.feed_forward) if it is not None)
 
     def matrices(self, width: int) -> list[MatrixShape]:
-        """The shapes of all matrices, for a stream of this width."""
         return [shape for it in self._sublayers for shape in it.matrices(self.norms, width)]
 
     def numbers_per_row(self, width: int) -> int:
@@ -155,7 +154,6 @@ class LayerSpec:
         return sum(it.numbers_per_row(width) for it in self._sublayers)
 
     def build(self, context: BuildContext, name: str) -> "Layer":
-        """Build the layer; `name` is its name in a checkpoint."""
         mixer, feed_forward, norms = self.mixer, self.feed_forward, self.norms
         source, width = context.source, context.width
         return Layer(

@@ -118,7 +118,6 @@ class LayerInputHalf:
     def apply(
         self, ops: Ops, entering: SublayerInput, inputs: PassInputs
     ) -> tuple[SublayerOutput, Tensor]:
-        """See `FeedForward`."""
         assert inputs.layer_inputs is not None, "the decoder makes them"
         output, stream = self._feed_forward.apply(ops, entering, inputs)
         addend = output if self._post_norm is None else PostNormAddend(output, self._post_norm)

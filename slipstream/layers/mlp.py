@@ -78,7 +78,6 @@ class MLP:
     def apply(
         self, ops: Ops, entering: SublayerInput, inputs: PassInputs
     ) -> tuple[SublayerOutput, Tensor]:
-        """See `FeedForward`."""
         product, adapted = self.inner.product, self.inner.adapted(inputs)
         addend, residual, _ = entering
         if self._gated:

@@ -65,7 +65,6 @@ class ParallelExperts:
     def apply(
         self, ops: Ops, entering: SublayerInput, inputs: PassInputs
     ) -> tuple[SublayerOutput, Tensor]:
-        """See `FeedForward`."""
         dense, stream = self._dense.apply(ops, entering, inputs)
         dense = dense if isinstance(dense, UnreducedSum) else sum_parts(dense, stream.dtype)
         normed, _ = ops.norm(dense, None, self._post_dense)

@@ -175,7 +175,6 @@ class RopeTables:
         self._query_scales: dict[RopeConfig, Tensor] = {}
 
     def table(self, config: RopeConfig, head_dim: int) -> Tensor:
-        """See `rope_table`."""
         key = config, head_dim
         if key not in self._tables:
             table = rope_table(head_dim, config, self._max_positions, self._device)

@@ -94,7 +94,6 @@ class Collectives:
         )
 
     def within(self, size: int) -> Share:
-        """See `Share.within`."""
         if size == self.size:
             return self.share()
         if size not in self._neighbours:
@@ -123,7 +122,6 @@ class Collectives:
         return found
 
     def unreduced(self, partial: Tensor, dtype: torch.dtype) -> UnreducedSum | None:
-        """See `Share.unreduced`."""
         if self._inboxes is None:
             return None
         self.check()

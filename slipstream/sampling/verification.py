@@ -179,7 +179,6 @@ class TreeNodes:
     depth: int
 
     def first(self, requests: int) -> "TreeNodes":
-        """The trees of the first `requests`."""
         parents, depths, words = self.parents, self.depths, self.ancestors
         return TreeNodes(parents[:requests], depths[:requests], words[:requests], self.depth)
 

@@ -95,7 +95,6 @@ class Draft:
         return broken if self.certain is None else self.certain | broken
 
     def first(self, requests: int) -> "Draft":
-        """The drafts of the first requests."""
         return replace(
             self,
             token_ids=self.token_ids[:requests],
@@ -305,7 +304,6 @@ class LoadedDrafter:
 
     @property
     def layouts(self) -> list[CacheLayout]:
-        """The cache layouts of all its layers."""
         own = [] if self.window is None else [self.window.layout]
         return own if self.layout is None else [self.layout, *own]
 

@@ -60,7 +60,6 @@ class DFlash2Checkpoint(HeadCheckpoint):
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
-        """The tensors by their canonical names."""
         return {
             name: replace(entry, shape=(prod(entry.shape[:-1]), entry.shape[-1]))
             if name.endswith(".base_kernel") and len(entry.shape) == 3
@@ -137,7 +136,6 @@ class BlockConvolutions:
 
     @classmethod
     def read(cls, source: ParameterSource, name: str, config: DFlash2Config) -> "BlockConvolutions":
-        """Read the convolutions named `name` from a checkpoint."""
         width, taps = config.layers.hidden_size, config.taps
         base = source.table([Part(f"{name}.base_kernel", 2 * taps)], width).values
         groups = width // config.group_size
@@ -202,7 +200,6 @@ class DFlash2Network(DFlashNetwork):
     def __call__(
         self, token_ids: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> Tensor:
-        """See `DFlashNetwork`."""
         stream, offsets = self.embedded(token_ids), block_offsets(inputs.rows)
         parts = zip(self._layers, self._convolutions, caches, self._causal, strict=True)
         for layer, (around_attention, around_mlp), cache, causal in parts:

@@ -69,7 +69,6 @@ class Eagle3Config(StreamHeadConfig):
         return len(self.entered_layers) if self.entered_layers else 3
 
     def stream_layers(self, target_layers: int) -> tuple[int, ...]:
-        """The layers of a target with `target_layers` layers whose incoming streams are read."""
         if not self.use_aux_hidden_state:
             return ()
         if self.entered_layers is not None:

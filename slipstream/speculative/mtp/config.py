@@ -130,7 +130,6 @@ class MtpCheckpoint(HeadCheckpoint):
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
-        """The tensors by canonical names (`heads/checkpoint.py`)."""
         everything = HeadCheckpoint(self.path).entries
         if not self.is_whole_model:
             return everything
