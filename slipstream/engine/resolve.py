@@ -203,7 +203,7 @@ def resolve(
     )
     counts = size_cache(config, _memory(device, ranks), step, blocks, reasons)
     max_model_len = _fit_model_len(config, longest, counts.num_blocks, reasons)
-    _require_chains(shape, layouts[0], speculation)
+    _require_drafts(shape, layouts[0], speculation)
     _note_precision(config, device, reasons)
     _note_accepted_flags(config, device, captures, reasons)
     return Resolved(
@@ -269,10 +269,14 @@ def _step_limits(
     )
 
 
-def _require_chains(shape: DecoderConfig, layout: CacheLayout, speculation: Speculation) -> None:
-    """Raise UsageError where drafts are trees and the target's states follow one chain."""
-    _require_width(speculation)
-    if layout.bytes_per_request and speculation.drafter.limits.tree_depth is not None:
+def _require_drafts(shape: DecoderConfig, layout: CacheLayout, speculation: Speculation) -> None:
+    """Raise UsageError where the drafter cannot draft that much (DraftTooLongError), or drafts
+    trees and the target's states follow one chain."""
+    limits = speculation.drafter.limits
+    most = limits.max_speculative_tokens
+    if most is not None and speculation.num_speculative_tokens > most:
+        raise DraftTooLongError(most)
+    if layout.bytes_per_request and limits.tree_depth is not None:
         raise UsageError(
             f"{shape.architecture} has layers that keep a state of each request, which follows one "
             "chain of tokens, so trees of draft tokens are not supported; let the drafter draft "
@@ -299,13 +303,6 @@ def _fitting(
             f"most {max_model_len - 1}"
         )
     return speculation, count
-
-
-def _require_width(speculation: Speculation) -> None:
-    """Raise DraftTooLongError if the drafter cannot draft this many tokens."""
-    most = speculation.drafter.limits.max_speculative_tokens
-    if most is not None and speculation.num_speculative_tokens > most:
-        raise DraftTooLongError(most)
 
 
 def max_batched_tokens(config: EngineConfig, device: torch.device) -> tuple[int, str]:

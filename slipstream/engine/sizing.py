@@ -226,7 +226,9 @@ def _derived(
     elif memory.is_gpu:
         blocks = -(-min(_LEAST_TOKENS, step.max_model_len) // config.block_size)
         if budget < blocks * block.all:
-            raise no_room_error(memory, config.gpu_memory_utilization, items, _remedies(config))
+            remedies = [] if config.quantization else ["quantization=fp8"]
+            remedies.append("a larger gpu_memory_utilization")
+            raise no_room_error(memory, config.gpu_memory_utilization, items, remedies)
     checkpoints = _checkpoints(config, block, wanted, budget)
     if checkpoints * block.checkpoint + block.all > budget and config.num_state_checkpoints:
         raise UsageError(
@@ -250,9 +252,3 @@ def _derived(
     enough = "as many as max_num_seqs requests of max_model_len can use"
     reasons.add("num_kv_blocks", num_blocks, enough if num_blocks == wanted else why)
     return CacheCounts(num_blocks, windowed, checkpoints)
-
-
-def _remedies(config: EngineConfig) -> list[str]:
-    """Remedies that free memory whatever the size of a step."""
-    ways = [] if config.quantization else ["quantization=fp8"]
-    return [*ways, "a larger gpu_memory_utilization"]

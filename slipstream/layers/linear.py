@@ -99,9 +99,8 @@ def row_linear(
 
 
 def _named(parts: Sequence[Part], ending: str) -> list[Part]:
-    return [_with_ending(part, ending) for part in parts]
-
-
-def _with_ending(part: Part, ending: str) -> Part:
-    fused = part.fused and replace(part.fused, name=f"{part.fused.name}.{ending}")
-    return replace(part, name=f"{part.name}.{ending}", fused=fused)
+    named = []
+    for part in parts:
+        fused = part.fused and replace(part.fused, name=f"{part.fused.name}.{ending}")
+        named.append(replace(part, name=f"{part.name}.{ending}", fused=fused))
+    return named

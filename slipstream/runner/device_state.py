@@ -109,7 +109,9 @@ class DeviceState:
             "num_computed": [item.start for item in items],
             "most_drafted": [self._most_drafted(item.request) for item in items],
             "adapters": [item.adapter for item in items],
-            "draft_adapters": [_draft_adapter(item) for item in items],
+            "draft_adapters": [
+                item.adapter if item.request.adapts_drafts else NO_ADAPTER for item in items
+            ],
         }
         if self.position_offsets is not None:
             columns["position_offsets"] = [position_offset(it.request.spans) for it in items]
@@ -139,10 +141,6 @@ class DeviceState:
         if same < len(table):
             written[same:] = table[same:]
         return same
-
-
-def _draft_adapter(item: ScheduledRequest) -> int:
-    return item.adapter if item.request.adapts_drafts else NO_ADAPTER
 
 
 def num_equal(one: Sequence[int], other: Sequence[int]) -> int:

@@ -167,16 +167,13 @@ def _find_class(path: str) -> type[Any]:
         raise UsageError(f"custom drafter {path}: importing {name}: {_cause(error)}") from error
     found = getattr(module, attribute, None)
     if not isinstance(found, type):
-        classes = [key for key, value in vars(module).items() if _is_own_class(value, name)]
+        own = {key: it for key, it in vars(module).items() if isinstance(it, type)}
+        classes = [key for key, it in own.items() if it.__module__ == name]
         raise UsageError(
             f"custom drafter {path}: {name} has no class {attribute}; "
             f"it has {', '.join(classes) or 'none'}"
         )
     return found
-
-
-def _is_own_class(value: Any, module: str) -> bool:
-    return isinstance(value, type) and value.__module__ == module
 
 
 def _shown(item: ScheduledRequest) -> DraftRequest:

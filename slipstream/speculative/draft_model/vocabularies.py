@@ -184,13 +184,10 @@ def vocabularies_agree(target: Path, draft: Path) -> bool:
     if not has_tokenizer(target) or not has_tokenizer(draft):
         return False
     ours, theirs = target / "tokenizer.json", draft / "tokenizer.json"
-    if target == draft or _same_bytes(ours, theirs):
+    are_files = ours.is_file() and theirs.is_file()
+    if target == draft or (are_files and ours.read_bytes() == theirs.read_bytes()):
         return True
     return Tokenizer(target).vocabulary() == Tokenizer(draft).vocabulary()
-
-
-def _same_bytes(one: Path, other: Path) -> bool:
-    return one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()
 
 
 def _difference(target: dict[str, int], draft: dict[str, int]) -> str:

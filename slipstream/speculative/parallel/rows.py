@@ -24,14 +24,9 @@ from slipstream.runner.rows import PassRows
 from slipstream.speculative.parallel import MASK_ID_KEYS, TRAINED_KEYS
 
 
-def most_waiting(num_speculative_tokens: int) -> int:
-    """Maximum number of waiting tokens after a round with drafts: its draft tokens and one more."""
-    return num_speculative_tokens + 1
-
-
 def most_rows(num_speculative_tokens: int) -> int:
-    """Maximum number of a request's rows in a round's pass."""
-    return most_waiting(num_speculative_tokens) + num_speculative_tokens - 1
+    """Maximum number of a request's rows in a round's pass; see `DrafterLimits.draft_rows`."""
+    return 2 * num_speculative_tokens
 
 
 def parallel_rows(

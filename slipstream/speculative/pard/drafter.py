@@ -22,7 +22,6 @@ from slipstream.speculative.options import Options, TargetModel
 from slipstream.speculative.parallel.rows import (
     choose_mask_token,
     most_rows,
-    most_waiting,
     parallel_rows,
     read_mask_token,
     warn_untrained,
@@ -102,8 +101,8 @@ class PardDrafter(ContextDrafter):
             given = network.decoder, network.cache(resources), self._features
             runner = FeatureFedRunner(*given, resources)
         count, window = resources.num_speculative_tokens, network.excerpt_sizes(resources)
-        longest, most = network.max_model_len, most_waiting(count)
-        super().__init__(runner, resources, longest, most, None, window)
+        # After a round with drafts its draft tokens and one more may wait.
+        super().__init__(runner, resources, network.max_model_len, count + 1, None, window)
         assert network.mask_token is not None
         self._drafting, self._mask_token = network.sampling(resources), network.mask_token
         self._most_rows = most_rows(count)
