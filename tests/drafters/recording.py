@@ -17,7 +17,7 @@ from slipstream.speculative.drafter import Draft
 from slipstream.speculative.gemma4_assistant.network import AssistantDrafter
 from slipstream.speculative.heads.feature_rows import FeatureRowsDrafter
 from slipstream.speculative.heads.last_hidden import LastHiddenDrafter
-from slipstream.speculative.p_eagle.drafter import PEagleDrafter
+from slipstream.speculative.p_eagle.network import PEagleDrafter
 from slipstream.speculative.pard.drafter import PardDrafter
 from tests.padded_steps import DirectRecorder
 

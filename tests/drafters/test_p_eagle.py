@@ -11,8 +11,7 @@ from torch import Tensor
 from slipstream import SamplingParams
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.speculative.drafter import Draft
-from slipstream.speculative.p_eagle.drafter import PEagleDrafter
-from slipstream.speculative.p_eagle.network import PEagleHead
+from slipstream.speculative.p_eagle.network import PEagleDrafter, PEagleHead
 from tests.drafters.broken import edit
 from tests.drafters.engines import GREEDY, PROMPT, check_drafts, forced, make, run
 from tests.drafters.heads import write_p_eagle

@@ -73,7 +73,7 @@ def test_the_engine_drafts_what_the_trained_network_says(
 
 def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int], torch.Tensor]]:
     """Filled by every draft of one request: known tokens, guesses and their logits."""
-    from slipstream.speculative.p_eagle import drafter as p_eagle
+    from slipstream.speculative.p_eagle import network as p_eagle
 
     found: list[tuple[list[int], list[int], torch.Tensor]] = []
     given: list[torch.Tensor] = []

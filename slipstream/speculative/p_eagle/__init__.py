@@ -12,7 +12,7 @@ def _recognise(signs: CheckpointSigns) -> bool:
 
 METHOD = Method(
     name="p-eagle",
-    module="slipstream.speculative.p_eagle.drafter",
+    module="slipstream.speculative.p_eagle.network",
     spellings=("p_eagle", "peagle"),
     architectures=("PEagleDraftModel",),
     recognise=_recognise,
