@@ -189,10 +189,6 @@ class Batch:
                 return False
         return True
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(item.num_new_tokens + item.num_draft_tokens for item in self.requests)
-
 
 @dataclass(frozen=True)
 class Committed:

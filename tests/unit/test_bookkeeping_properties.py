@@ -100,6 +100,11 @@ class Launched:
     gains: list[Committed]
 
 
+def num_rows(batch: Batch) -> int:
+    """The tokens that a step computes, drafts among them."""
+    return sum(item.num_new_tokens + item.num_draft_tokens for item in batch.requests)
+
+
 @dataclass
 class World:
     """A scheduler, a pretended target and drafter, and the cache that they share.
@@ -406,12 +411,12 @@ class World:
 
     def check_plan(self, batch: Batch, first: Request | None) -> None:
         members = [item.request for item in batch.requests]
-        assert batch.num_tokens <= self.limits.max_num_batched_tokens
+        assert num_rows(batch) <= self.limits.max_num_batched_tokens
         assert [each.order for each in members] == sorted({each.order for each in members})
         assert first is None or first in members, "the first request does not get on"
         assert not batch.preempted or not any(item.admitted for item in batch.requests)
         assert not set(batch.preempted) & set(members)
-        if batch.num_tokens > len(members):
+        if num_rows(batch) > len(members):
             assert set(self.scheduler.running) == set(members), "someone got no token"
         for item in batch.requests:
             self.check_item(item)
@@ -436,7 +441,7 @@ class World:
 
     def check_ahead(self, last: Batch, batch: Batch) -> None:
         """The step after `last`, whose results the host does not know."""
-        assert batch.num_tokens <= self.limits.max_num_batched_tokens
+        assert num_rows(batch) <= self.limits.max_num_batched_tokens
         assert not batch.preempted
         in_flight = {item.request: item for item in last.requests}
         members = [item.request for item in batch.requests]
@@ -446,7 +451,7 @@ class World:
             ends = request.num_output_tokens + gains == request.max_tokens
             ends |= request.num_tokens + gains == self.limits.max_model_len
             assert not (request in members and ends), "those that surely end are left out"
-            if batch.num_tokens > len(members):
+            if num_rows(batch) > len(members):
                 assert request in members or ends, "someone got no token"
             assert request.steps_in_flight == (request in in_flight) + (request in members)
         for item in batch.requests:
