@@ -102,7 +102,8 @@ def assemble(
         check_every=config.rank_check_interval,
         groups=_prefix_groups(layout, state) if can_share else None,
     )
-    capture_plain(graphs, step, not loaded_drafter.limits.on_device, progress_bar)
+    if graphs is not None:
+        graphs.capture_all(step.run, not loaded_drafter.limits.on_device, progress_bar)
     if ranks.leads:
         run_first_steps(step, resolved, config, costs, scheduler.policy.widths, late, progress_bar)
     reader = LogprobReader(step.rate, tokenizer, config.logprobs_mode == "raw_logprobs")
@@ -206,15 +207,6 @@ def pass_recorder(resolved: Resolved, network: Decoder) -> Recorder | None:
     GPU launching the latter for all layers would take longer than reading the tokens again."""
     is_whole = network.pool is None and network.head.columns.num_ranks == 1
     return Recorder(resolved.device) if resolved.captures and is_whole else None
-
-
-def capture_plain(
-    graphs: GraphRunner | None, step: Launcher, guessed: bool, progress_bar: ProgressBar
-) -> None:
-    """Capture the graphs of requests without rare features."""
-    if graphs is not None:
-        with progress_bar("capturing steps", graphs.num_lean(), "graphs") as progress:
-            graphs.capture_all("step", step.run, guessed, progress)
 
 
 def run_first_steps(

@@ -16,6 +16,7 @@ from torch import Tensor
 from slipstream.core.step_form import CapturedForm
 from slipstream.kernels.devices import upload
 from slipstream.kernels.registry import kernels_for
+from slipstream.models.loading import ProgressBar
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.prefix_groups import PrefixGroup
@@ -240,30 +241,21 @@ class GraphRunner:
         return uses if uses - APART in LEAN else FULL | uses & APART
 
     def capture_all(
-        self,
-        name: str,
-        function: BatchFunction[Any],
-        guessed: bool,
-        progress: Callable[[int], None],
+        self, function: BatchFunction[Any], guessed: bool, progress_bar: ProgressBar
     ) -> None:
         """Capture the graphs for requests without rare features; the largest first, so that smaller
         ones fit into its memory."""
-        for key in self._lean_keys(name, guessed):
-            self._capture(key, function)
-            progress(1)
-
-    def num_lean(self) -> int:
-        """Number of graphs that `capture_all` captures."""
-        return len(self._lean_keys("", False))
-
-    def _lean_keys(self, name: str, guessed: bool) -> list[_Key]:
-        return [
-            _Key(name, bucket, width, self._lean(uses, width) | variant, guessed and width > 0)
+        keys = [
+            _Key("step", bucket, width, self._lean(uses, width) | variant, guessed and width > 0)
             for width in reversed(self._form.widths)
             for bucket in reversed(self._form.buckets)
             for uses in reversed(LEAN)
             for variant in self._variants
         ]
+        with progress_bar("capturing steps", len(keys), "graphs") as progress:
+            for key in keys:
+                self._capture(key, function)
+                progress(1)
 
     def _lean(self, uses: frozenset[Uses], width: int) -> frozenset[Uses]:
         return uses | self._of_drafts if uses and width else uses

@@ -21,7 +21,7 @@ from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.sampling import SampleRows
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
-from slipstream.models.loading import LoadOptions, load_decoder
+from slipstream.models.loading import LoadOptions, load_decoder, no_progress_bar
 from slipstream.runner import graphs
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
@@ -316,11 +316,9 @@ def test_guesses_are_numbers_that_change(captures: Captures) -> None:
 
 @pytest.mark.parametrize("guessed", [False, True])
 def test_what_plain_requests_need_is_captured_at_once(captures: Captures, guessed: bool) -> None:
-    progress: list[int] = []
-    captures.runner.capture_all("step", captures.function, guessed, progress.append)
-    buckets = bucket_sizes(5)
-    assert len(progress) == captures.runner.num_lean() == captures.recorder.captures
-    assert captures.recorder.captures == 2 * 2 * len(buckets)
+    captures.runner.capture_all(captures.function, guessed, no_progress_bar)
+    num_captured = captures.recorder.captures
+    assert num_captured == 2 * 2 * len(bucket_sizes(5))
     widths = [(batch.num_requests, batch.width) for batch in captures.batches]
     assert widths[0] == (5, K)  # the largest first
     assert widths == sorted(widths, key=lambda pair: (-pair[1], -pair[0]))
@@ -329,12 +327,13 @@ def test_what_plain_requests_need_is_captured_at_once(captures: Captures, guesse
             for drafts in (0, 2):
                 guesses = [[1] * drafts] * number if guessed else None
                 captures.run(plan(list(range(number)), [drafts] * number, uses, guesses))
-    assert captures.recorder.captures == len(progress)
+    assert captures.recorder.captures == num_captured
 
 
 def test_an_engine_without_drafts_captures_one_width(captures: Captures) -> None:
     runner = GraphRunner(captures.state, captures.sampling, form(0), captures.recorder)  # type: ignore[arg-type]
-    assert runner.num_lean() == 2 * len(bucket_sizes(5))
+    runner.capture_all(captures.function, False, no_progress_bar)
+    assert captures.recorder.captures == 2 * len(bucket_sizes(5))
 
 
 def test_a_step_is_padded_to_the_smallest_width_that_holds_it(captures: Captures) -> None:
@@ -343,7 +342,9 @@ def test_a_step_is_padded_to_the_smallest_width_that_holds_it(captures: Captures
     for drafts in range(4):
         runner.run("step", captures.function, plan([0], [drafts]))
         assert captures.batches[-1].width == {0: 0, 1: 1, 2: 3, 3: 3}[drafts]
-    assert runner.num_lean() == 3 * 2 * len(bucket_sizes(5))
+    before = captures.recorder.captures
+    runner.capture_all(captures.function, True, no_progress_bar)
+    assert captures.recorder.captures - before == 3 * 2 * len(bucket_sizes(5))
 
 
 def test_a_step_of_few_drafts_is_packed_into_the_rows_that_hold_them(
@@ -419,7 +420,7 @@ def test_some_uses_stand_beside_the_others(captures: Captures, use: Uses) -> Non
 def test_graphs_of_drafts_are_captured_with_what_all_drafts_use(captures: Captures) -> None:
     state, sampling, block = captures.state, captures.sampling, frozenset({Uses.BLOCK})
     runner = GraphRunner(state, sampling, form(0, K), captures.recorder, block)  # type: ignore[arg-type]
-    runner.capture_all("step", captures.function, False, lambda count: None)
+    runner.capture_all(captures.function, False, no_progress_bar)
     before = captures.recorder.captures
     runner.run("step", captures.function, plan([0], [K], uses=LEAN[1] | block))
     runner.run("step", captures.function, plan([0], [0], uses=LEAN[1] | block))
