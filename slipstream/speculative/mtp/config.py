@@ -210,8 +210,7 @@ def _style_of_tensors(names: Collection[str]) -> MtpStyle | None:
     return QWEN if any(name.startswith("mtp.") for name in names) else None
 
 
-# Tensor names that identify unsupported kinds of decoder layers.
-# but for models that are known to have them
+# Tensor names of kinds of decoder layers that only models known to have them may have.
 _EXPERTS, _LATENT = "a mixture of experts", "latent attention (MLA)"
 _QUANTISED = "quantised weights"
 _WITH_LATENT = ("deepseek_v3", "glm4_moe_lite")
