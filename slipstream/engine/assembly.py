@@ -21,7 +21,8 @@ from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
 from slipstream.engine.drafting.calibration import calibrate
 from slipstream.engine.drafting.kept_costs import CostFile, KeptCosts
 from slipstream.engine.drafting.pace import paced
-from slipstream.engine.drafting.policy import AdaptivePolicy, captured_widths
+from slipstream.engine.drafting.policy import AdaptivePolicy
+from slipstream.engine.drafting.sizes import captured_widths
 from slipstream.engine.engine import Engine
 from slipstream.engine.grammar import Grammars
 from slipstream.engine.guidance import Guidance

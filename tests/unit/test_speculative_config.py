@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream import LLM, CheckpointError, SamplingParams, UsageError
-from slipstream.engine.drafting.policy import captured_widths
+from slipstream.engine.drafting.sizes import captured_widths
 from slipstream.engine.prompts import TokensPrompt
 from slipstream.layers.parameters import WHOLE
 from slipstream.models.catalogue import read_decoder_config

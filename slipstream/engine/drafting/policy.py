@@ -34,6 +34,7 @@ from slipstream.engine.drafting.lateness import Lateness
 from slipstream.engine.drafting.lookups import Lookups
 from slipstream.engine.drafting.pace import Pace
 from slipstream.engine.drafting.probes import Probes, Sizes
+from slipstream.engine.drafting.sizes import chosen_widths, tree_sizes
 
 # Relative error of expected tokens or seconds that makes a new choice due, and in how many plans.
 _SURPRISE, _CHOSEN_IN = 0.5, 3
@@ -47,12 +48,6 @@ _TABLE_AGE, _OUTDATED, _MOST_SLOW = 48, 0.15, 4
 _MOST_UNCHANGED = 28  # a choice serves 4 plans and at most this many more
 _OWN_MOST, _TOKEN_IDS = attrgetter("num_speculative_tokens"), attrgetter("token_ids")
 _LEAST_TO_STOP, _MOST_TO_STOP = 0.02, 0.9
-# The values of K that graphs are captured for, besides the largest. They are close enough that
-# padding to the next one costs little, and few, since each is captured for every bucket of requests
-# at start-up.
-_WIDTHS = (1, 2, 4, 7)
-_NARROW = (1, 2, 3, 4)  # further values of K to choose from where steps are not captured
-_MOST_SIZES = 4
 
 
 class AdaptivePolicy:
@@ -291,33 +286,6 @@ class AdaptivePolicy:
             found = CostTable(self._costs, self._form, requests, context, unit)
             self._tables[key] = found
         return found
-
-
-def tree_sizes(most: int) -> tuple[int, ...]:
-    """The numbers of nodes of trees, rising: `most`, a half of it, a quarter and an eighth."""
-    sizes = {most >> halvings for halvings in range(_MOST_SIZES)}
-    return tuple(sorted(sizes - {0}))
-
-
-def captured_widths(limits: StepLimits) -> tuple[int, ...]:
-    """The values of K that steps are captured for, rising from 0."""
-    most = limits.num_speculative_tokens
-    if limits.drafts_trees:
-        return (0, *tree_sizes(most))
-    return (0, *(width for width in _WIDTHS if width < most), most)
-
-
-def chosen_widths(limits: StepLimits, widths: Sequence[int], form: StepForm) -> tuple[int, ...]:
-    """The numbers of units (see `CostTable`) to choose from, rising from 0.
-
-    Args:
-        widths: those that steps are captured for.
-    """
-    if limits.drafts_trees:
-        return (0, 1)
-    if not form.ends_chains:
-        return tuple(widths)
-    return tuple(sorted({*_NARROW, *widths} & {*range(limits.num_speculative_tokens + 1)}))
 
 
 def _bounded(least: float) -> float:
