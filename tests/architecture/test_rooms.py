@@ -123,6 +123,11 @@ def test_no_file_is_called_utils() -> None:
     assert [file for file in SOURCES if "util" in file.stem or "helper" in file.stem] == []
 
 
+def test_the_draft_policy_is_read_in_one_sitting() -> None:
+    policy = ROOT / "engine" / "drafting" / "policy.py"
+    assert len(policy.read_text().splitlines()) < 300
+
+
 @pytest.mark.parametrize("file", SOURCES, ids=named(SOURCES))
 def test_files_and_functions_stay_readable(file: Path) -> None:
     assert len(file.read_text().splitlines()) <= 400
