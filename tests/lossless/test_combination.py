@@ -379,6 +379,10 @@ WRONG: list[tuple[Any, str]] = [
         "suffix guesses on the host.* put it first",
     ),
     ([NGRAM, {"drafters": [NGRAM, NGRAM]}], "list its drafters"),
+    (
+        [NGRAM, {**NGRAM, "rejection_sample_method": "block"}],
+        "give rejection_sample_method next to drafters",
+    ),
     ([{**NGRAM, "num_speculative_tokens": 0}, {"model": "DRAFT"}], "take it out"),
     ([{**NGRAM, "min_match": 3, "prompt_lookup_min": 2}, {"model": "DRAFT"}], "give one of them"),
     ([{**NGRAM, "min_match": 9, "prompt_lookup_max": 5}, {"model": "DRAFT"}], "between 1 and"),

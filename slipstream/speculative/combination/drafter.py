@@ -101,6 +101,11 @@ def _read_member(given: Any, index: int, is_last: bool) -> ChosenDrafter:
     options = Options(given)
     if options.peek("drafters") is not None or options.peek("method") == "combination":
         raise UsageError("speculative_config: drafters holds a combination; list its drafters")
+    if options.peek("rejection_sample_method") is not None:
+        raise UsageError(
+            "speculative_config: all drafters are verified in one way; give "
+            "rejection_sample_method next to drafters, not inside"
+        )
     if options.peek("num_speculative_tokens") == 0:
         raise UsageError("speculative_config: a drafter with num_speculative_tokens 0; take it out")
     _fill_min_match(options, not is_last)
